@@ -1,0 +1,89 @@
+"""Host-side collectives of a group of ranks: small values as JSON, arrays in place, every wait with an end."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import RunFailed
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TIMEOUT_S = 900.0
+"""Longest wait for the other ranks where the caller names none: start-up on a busy shared file system takes minutes."""
+
+
+class Group:
+    """Ranks that act together. Without a communicator it is a group of one, and every collective returns at once.
+
+    Values travel as JSON, never as pickles. All calls are collective: every rank of the group makes them in the same
+    order, from its main thread.
+    """
+
+    def __init__(self, name: str, comm: MPI.Comm | None = None) -> None:
+        self.name = name
+        self.comm = comm
+        self.rank: int = comm.Get_rank() if comm else 0
+        self.size: int = comm.Get_size() if comm else 1
+
+    def barrier(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Returns when every rank has arrived."""
+        if self.comm:
+            self._wait(self.comm.Ibarrier(), what, timeout_s)
+
+    def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """The JSON-able values of all ranks, in rank order."""
+        if not self.comm:
+            return [value]
+        mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        sizes = np.zeros(self.size, dtype=np.int64)
+        self._wait(self.comm.Iallgather(np.array([mine.size], dtype=np.int64), sizes), what, timeout_s)
+        everything = np.empty(int(sizes.sum()), dtype=np.uint8)
+        self._wait(self.comm.Iallgatherv(mine, (everything, sizes.tolist())), what, timeout_s)
+        ends = np.cumsum(sizes)
+        return [json.loads(everything[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+
+    def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
+        """The root's JSON-able value, on every rank."""
+        if not self.comm:
+            return value
+        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.rank == root else None
+        size = np.array([data.size if data is not None else 0], dtype=np.int64)
+        self._wait(self.comm.Ibcast(size, root), what, timeout_s)
+        buffer = np.array(data) if data is not None else np.empty(int(size[0]), dtype=np.uint8)
+        self._wait(self.comm.Ibcast(buffer, root), what, timeout_s)
+        return json.loads(buffer.tobytes())
+
+    def sum(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        """Elementwise sum over the ranks of an array of the same shape and dtype on each; a new array."""
+        total = np.array(values)
+        if self.comm:
+            from mpi4py import MPI
+
+            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, total), what, timeout_s)
+        return total
+
+    def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+        """Overwrites a C-contiguous array with the root's, in place."""
+        if self.comm:
+            self._wait(self.comm.Ibcast(values, root), what, timeout_s)
+
+    def _wait(self, request: MPI.Request, what: str, timeout_s: float) -> None:
+        """Polls, first hot and then ever more lazily, so that waiting ranks leave the cores to those that work."""
+        begin = time.monotonic()
+        pause = 0.0
+        while not request.Test():
+            waited = time.monotonic() - begin
+            if waited > timeout_s:
+                raise RunFailed(
+                    f"rank {self.rank} of {self.size} waited {waited:.0f} s for the other ranks to {what}",
+                    "look for the rank that never arrived in the logs of the run folder",
+                )
+            if waited > 1e-4:
+                time.sleep(pause)
+                pause = min(pause + 1e-4, 0.01)

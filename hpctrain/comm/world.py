@@ -1,0 +1,115 @@
+"""Who am I among how many: ranks, nodes and named groups, as MPI itself reports them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import MissingExtra, UserError
+
+EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this run and this process's place among them.
+
+    ``data`` holds the ranks that see different samples and average their gradients, ``model`` and ``pipeline`` those
+    that share a replica; the latter two have one rank each today. Ask the group that is meant, not the world.
+    """
+
+    everyone: Group
+    """All ranks."""
+    data: Group
+    """Data-parallel peers."""
+    model: Group
+    """Peers that hold parts of the same layers."""
+    pipeline: Group
+    """Peers that hold other layers of the same replica."""
+    local: Group
+    """Ranks on this node: those that can share memory with this one."""
+    node: int
+    """Index of this node, in order of its lowest rank."""
+    nodes: int
+    """Number of nodes."""
+    host: str
+    """Name of this node."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this process, 0 to size - 1."""
+        return self.everyone.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.everyone.size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its node."""
+        return self.local.rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return self.local.size
+
+
+def alone() -> World:
+    """A world of this process only; needs no MPI."""
+    single = Group("world")
+    return World(single, Group("data"), Group("model"), Group("pipeline"), Group("local"), 0, 1, socket.gethostname())
+
+
+def connect(expected: int | None = None) -> World:
+    """Joins the other ranks of this job, or returns a world of one where there is no launcher.
+
+    Args:
+        expected: how many ranks the launcher meant to start; by default what our supervisor put into the environment.
+            A different number of ranks found by MPI is an error before anything is written.
+
+    Raises:
+        UserError: the ranks do not see each other, or mpi4py is missing where several ranks are expected.
+    """
+    if expected is None and os.environ.get(EXPECTED_RANKS):
+        expected = int(os.environ[EXPECTED_RANKS])
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        if expected is not None and expected > 1:
+            raise MissingExtra("mpi4py", "mpi") from error
+        return alone()
+    world = from_communicator(MPI.COMM_WORLD)
+    if expected is not None and world.size != expected:
+        raise UserError(
+            f"the launcher started {expected} ranks but MPI sees {world.size}: the ranks do not find each other",
+            "start them with the mpirun (or srun --mpi type) of the MPI library that mpi4py uses; hpctrain doctor names it",
+        )
+    return world
+
+
+def from_communicator(communicator) -> World:  # type: ignore[no-untyped-def]
+    """The world of an mpi4py communicator, which is duplicated: traffic of others on it is not disturbed."""
+    from mpi4py import MPI
+
+    everyone = Group("world", communicator.Dup())
+    rank, size = everyone.rank, everyone.size
+    if size == 1:
+        return alone()
+    local = Group("local", communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
+    leaders = everyone.allgather(rank if local.rank == 0 else None, "find the nodes")
+    firsts = [leader for leader in leaders if leader is not None]
+    my_leader = local.allgather(rank, "find the node's first rank")[0]
+    return World(
+        everyone=everyone,
+        data=Group("data", communicator.Dup()),
+        model=Group("model"),
+        pipeline=Group("pipeline"),
+        local=local,
+        node=firsts.index(my_leader),
+        nodes=len(firsts),
+        host=socket.gethostname(),
+    )

@@ -1,0 +1,390 @@
+"""The run file: one frozen dataclass a section, and the only place where defaults live.
+
+Units are part of the names (``_steps``, ``_s``, ``_bytes``). Every field has a docstring: they make ``--help`` and the
+reference page. Checks that need one section only stand in its ``__post_init__``; what needs two stands in ``Config``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpctrain.errors import UserError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class EarlyStopConfig:
+    """Stop when a validation metric no longer improves."""
+
+    metric: str = "loss"
+    """Validation metric that is watched."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+    patience: int = 3
+    """Evaluations without improvement before the run ends."""
+    min_delta: float = 0.0
+    """Smallest change that counts as an improvement."""
+
+    def __post_init__(self) -> None:
+        at_least("train.early_stop.patience", self.patience, 1)
+        at_least("train.early_stop.min_delta", self.min_delta, 0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how large, and in which precision."""
+
+    epochs: int | None = None
+    """Passes over the training data. Exactly one of epochs and steps."""
+    steps: int | None = None
+    """Optimizer updates. Exactly one of epochs and steps."""
+    global_batch: int | None = None
+    """Samples of one update over all ranks. Exactly one of global_batch and batch_per_rank."""
+    batch_per_rank: int | None = None
+    """Samples of one update on each rank: the global batch grows with the number of ranks."""
+    accumulate: int = 1
+    """Micro-batches that one update is computed in; gradients are exchanged once an update."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of forward and backward; parameters and gradients stay fp32 (fp16 with loss scaling)."""
+    clip_norm: float | None = None
+    """Largest global L2 norm of the averaged gradient; larger ones are scaled down to it."""
+    ema_decay: float | None = None
+    """Decay of the exponential moving average of the weights; none if not given. Evaluation then uses the average."""
+    eval_every_epochs: int | None = 1
+    """Evaluate after every so many epochs."""
+    eval_every_steps: int | None = None
+    """Evaluate after every so many steps, too."""
+    early_stop: EarlyStopConfig | None = None
+    """Stop when a validation metric no longer improves."""
+    compile: bool = False
+    """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
+    channels_last: bool = False
+    """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
+    threads: int | None = None
+    """Compute threads of each rank; by default the launcher's share of the node's cores."""
+
+    def __post_init__(self) -> None:
+        exactly_one("train.epochs", self.epochs, "train.steps", self.steps)
+        exactly_one("train.global_batch", self.global_batch, "train.batch_per_rank", self.batch_per_rank)
+        for key in ("epochs", "steps", "global_batch", "batch_per_rank", "accumulate", "eval_every_epochs"):
+            at_least(f"train.{key}", getattr(self, key), 1)
+        at_least("train.eval_every_steps", self.eval_every_steps, 1)
+        at_least("train.threads", self.threads, 1)
+        above("train.clip_norm", self.clip_norm, 0)
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise UserError(f"train.ema_decay is {self.ema_decay}", "give a number between 0 and 1, such as 0.999")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate as a factor on the optimizer's own."""
+
+    kind: Literal["constant", "linear", "cosine", "step", "polynomial"] = "constant"
+    """Shape after the warm-up; all but constant and step fall to final_factor at the last step."""
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Growth of the learning rate with the number of ranks (Goyal et al. 2017: linear)."""
+    base_batch: int | None = None
+    """Global batch for which the optimizer's learning rate is meant; by default one rank's batch."""
+    warmup_steps: int | None = None
+    """Steps over which the rate climbs from the unscaled one to the full one. At most one of the two warm-ups."""
+    warmup_epochs: float | None = None
+    """The same, in epochs."""
+    final_factor: float = 0.0
+    """Factor at the last step, for linear, cosine and polynomial."""
+    power: float = 2.0
+    """Exponent of polynomial."""
+    step_epochs: tuple[int, ...] = ()
+    """Epochs after which a step schedule multiplies the rate by step_factor."""
+    step_factor: float = 0.1
+    """See step_epochs."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise UserError("both schedule.warmup_steps and schedule.warmup_epochs are given", "keep one of them")
+        at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
+        at_least("schedule.base_batch", self.base_batch, 1)
+        at_least("schedule.final_factor", self.final_factor, 0)
+        above("schedule.power", self.power, 0)
+        above("schedule.step_factor", self.step_factor, 0)
+        if self.kind == "step" and not self.step_epochs:
+            raise UserError("schedule.kind is step but schedule.step_epochs is empty", "name the epochs, such as [30, 60, 80]")
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How gradients are averaged over the ranks."""
+
+    kind: Literal["auto", "horovod", "mpi", "none"] = "auto"
+    """The reducer; auto measures the candidates in the first steps and keeps the fastest."""
+    compression: Literal["none", "fp16", "bf16", "auto"] = "none"
+    """What travels in place of fp32; auto lets the measurement choose between none and fp16."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
+    bucket_bytes: int = 8 * 2**20
+    """Size of a bucket where buckets are sent during backward."""
+    sparse: Literal["densify", "refuse"] = "densify"
+    """What to do with sparse gradients (embeddings)."""
+    verify_every_steps: int | None = None
+    """Compare a hash of the weights over all ranks every so many steps, and fail on a difference."""
+
+    def __post_init__(self) -> None:
+        at_least("reduce.bucket_bytes", self.bucket_bytes, 1024)
+        at_least("reduce.verify_every_steps", self.verify_every_steps, 1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How samples are ordered and brought to the ranks."""
+
+    shuffle: Literal["full", "block", "none"] = "full"
+    """full: a permutation of all samples each epoch; block: of blocks and within groups of them, for data beyond memory."""
+    block_samples: int = 1024
+    """Samples of a block, for shuffle: block."""
+    drop_last: bool = False
+    """Leave out the last, smaller global batch of an epoch."""
+    prefetch_batches: int = 2
+    """Batches each rank holds ready; 0 reads in the step."""
+    workers: int = 0
+    """Worker processes for heavy transforms; 0 uses one thread."""
+
+    def __post_init__(self) -> None:
+        at_least("data.block_samples", self.block_samples, 1)
+        at_least("data.prefetch_batches", self.prefetch_batches, 0)
+        at_least("data.workers", self.workers, 0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written, how, and which are kept."""
+
+    enabled: bool = True
+    """Write checkpoints at all."""
+    every_steps: int | None = None
+    """Save after every so many steps."""
+    every_minutes: float | None = None
+    """Save after every so many minutes."""
+    every_epochs: int | None = None
+    """Save after every so many epochs."""
+    interval: Literal["auto", "none"] = "auto"
+    """auto: where nothing above is given, Young/Daly's interval from the measured cost and mtbf_hours."""
+    mtbf_hours: float = 24.0
+    """Mean time between failures of the whole job, for interval: auto."""
+    overhead_budget: float = 0.035
+    """Largest share of the run's time that automatic checkpoints may cost."""
+    best_metric: str | None = None
+    """Save whenever this validation metric improves, and keep that checkpoint."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept."""
+    keep_every_steps: int | None = None
+    """Keep each checkpoint whose step is a multiple of this for ever."""
+    mode: Literal["async", "sync"] = "async"
+    """async: write in the background while training goes on."""
+    writers: Literal["all", "node", "one"] = "all"
+    """Which ranks write replicated state: all in parts, one a node in parts, or rank 0 alone."""
+    verify_replicated: bool = False
+    """Check at each save that what is declared replicated is equal on all ranks (debugging)."""
+    init_from: str | None = None
+    """Checkpoint folder or safetensors file whose weights the model starts from (fine-tuning)."""
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "every_epochs", "keep_last", "keep_every_steps"):
+            at_least(f"checkpoint.{key}", getattr(self, key), 1)
+        above("checkpoint.every_minutes", self.every_minutes, 0)
+        above("checkpoint.mtbf_hours", self.mtbf_hours, 0)
+        above("checkpoint.overhead_budget", self.overhead_budget, 0)
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What is watched while the run goes on."""
+
+    enabled: bool = True
+    """Watch for stragglers and hangs."""
+    window_steps: int = 32
+    """Steps whose medians are compared."""
+    hang_s: float | None = None
+    """Seconds without a finished step that count as a hang; by default derived from the measured steps."""
+    on_hang: Literal["report", "abort"] = "abort"
+    """abort ends the attempt so that it can be resumed from the last checkpoint."""
+    action: Literal["report", "exclude_on_requeue"] = "report"
+    """exclude_on_requeue leaves out a host whose slowness is confirmed as its own at the next requeue."""
+    exclude_hours: float = 24.0
+    """How long an excluded host stays excluded."""
+    host_interval_s: float = 5.0
+    """Seconds between readings of the hosts' counters."""
+
+    def __post_init__(self) -> None:
+        at_least("monitor.window_steps", self.window_steps, 4)
+        above("monitor.hang_s", self.hang_s, 0)
+        above("monitor.exclude_hours", self.exclude_hours, 0)
+        above("monitor.host_interval_s", self.host_interval_s, 0)
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    """Where progress is reported."""
+
+    every_steps: int = 10
+    """Steps of one reported interval."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars to <run folder>/tensorboard."""
+    mlflow: str | None = None
+    """MLflow tracking URI (a folder or a server)."""
+    mlflow_experiment: str = "hpctrain"
+    """MLflow experiment that the run belongs to."""
+    prometheus: str | None = None
+    """Text file for a node exporter's textfile collector."""
+
+    def __post_init__(self) -> None:
+        at_least("track.every_steps", self.every_steps, 1)
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """What the job asks of Slurm. Empty fields are left to the site profile, then to the site."""
+
+    profile: str = "generic"
+    """Site profile: a name, or a path to a TOML file."""
+    account: str | None = None
+    """Account that is charged."""
+    partition: str | None = None
+    """Partition."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Node features."""
+    reservation: str | None = None
+    """Reservation."""
+    licenses: str | None = None
+    """Licences."""
+    mail_user: str | None = None
+    """Address for mail."""
+    mail_type: str | None = None
+    """Events that send mail, such as END,FAIL."""
+    time: str = "01:00:00"
+    """Time limit of one attempt, as Slurm writes it."""
+    memory: str | None = None
+    """Memory: '4G' for each node, '2G/cpu' for each core, '16G/gpu' for each GPU, '0' for all of the node."""
+    gpus_per_node: int | None = None
+    """GPUs of each node; one rank each unless launch.ranks_per_node says otherwise."""
+    gpu_type: str | None = None
+    """GPU model where the site wants it named."""
+    cpus_per_rank: int | None = None
+    """Cores of each rank."""
+    exclude: tuple[str, ...] = ()
+    """Hosts that are not to be used."""
+    requeue: bool = True
+    """Requeue the job when it was stopped before its end."""
+    max_requeues: int = 20
+    """Requeues after which the run ends."""
+    signal_s: int | None = None
+    """Seconds before the time limit at which the job is told to stop; by default from measured steps and checkpoints."""
+    extra: tuple[str, ...] = ()
+    """More directives, as they stand in a script: --comment=hello."""
+    skip: tuple[str, ...] = ()
+    """Directives that are left out, by name: --mem."""
+    replace: dict[str, str] = field(default_factory=dict)
+    """Directives that replace ours, by name."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How ranks are started."""
+
+    nodes: int = 1
+    """Nodes."""
+    ranks_per_node: int | None = None
+    """Ranks on each node; by default one a GPU, else one."""
+    launcher: Literal["auto", "srun", "mpirun"] = "auto"
+    """What starts the ranks inside a Slurm job."""
+    command: tuple[str, ...] = ()
+    """A plain command to run in place of our trainer."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables for every rank."""
+    modules: tuple[str, ...] = ()
+    """Environment modules that the job loads."""
+    setup: tuple[str, ...] = ()
+    """Shell lines run in the job before the launch, as they stand."""
+    stage_in: tuple[str, ...] = ()
+    """Files copied to node-local scratch before the launch."""
+    max_failures: int = 3
+    """Failed attempts without a new checkpoint in between after which the run ends."""
+    stop_grace_s: float = 60.0
+    """Seconds that ranks have to reach a step boundary and save after a stop request, before they are ended."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """What the job asks of Slurm."""
+
+    def __post_init__(self) -> None:
+        at_least("launch.nodes", self.nodes, 1)
+        at_least("launch.ranks_per_node", self.ranks_per_node, 1)
+        at_least("launch.max_failures", self.max_failures, 1)
+        above("launch.stop_grace_s", self.stop_grace_s, 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    name: str
+    """Name of the run: letters, digits, dot, dash, underscore. The run folder is runs/<name>."""
+    task: str = ""
+    """package.module:function or path/file.py:function that returns a TorchTask or a KerasTask."""
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(epochs=1, global_batch=32))
+    """How long, how large, and in which precision."""
+    run_dir: str | None = None
+    """Run folder, where runs/<name> is not wanted."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+    task_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task function."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate."""
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    """How gradients are averaged."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """How samples are ordered and brought."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When checkpoints are written."""
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """What is watched."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """Where progress is reported."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """How ranks are started."""
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise UserError(f"name is {self.name!r}", "use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        if bool(self.task) == bool(self.launch.command):
+            raise UserError(
+                "task and launch.command are " + ("both given" if self.task else "both missing"),
+                "give task: package.module:function for a training run, or launch.command for a plain command",
+            )
+        if self.task and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", self.task):
+            raise UserError(f"task is {self.task!r}", "write package.module:function or path/file.py:function")
+        at_least("seed", self.seed, 0)
+
+
+def exactly_one(first: str, first_value: object, second: str, second_value: object) -> None:
+    """Raises UserError unless one of two values is given."""
+    if (first_value is None) == (second_value is None):
+        both = "both given" if first_value is not None else "both missing"
+        raise UserError(f"{first} and {second} are {both}", f"give exactly one of {first} and {second}")
+
+
+def at_least(key: str, value: float | None, least: float) -> None:
+    """Raises UserError where a given value is below the least one."""
+    if value is not None and value < least:
+        raise UserError(f"{key} is {value}", f"give {least} or more")
+
+
+def above(key: str, value: float | None, bound: float) -> None:
+    """Raises UserError where a given value is not above the bound."""
+    if value is not None and value <= bound:
+        raise UserError(f"{key} is {value}", f"give a number above {bound}")

@@ -1,0 +1,45 @@
+"""What the user's task function returns: a model, how to judge it, and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Score = Any
+"""A scalar tensor that is the mean over the batch's samples, or (sum, weight), two scalars, where samples weigh differently."""
+
+
+def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
+    """The model applied to the first array of the batch."""
+    return model(next(iter(batch.values())))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One learning problem. Use TorchTask or KerasTask."""
+
+    model: Any
+    """torch.nn.Module, or keras.Model on the TensorFlow backend."""
+    loss: Callable[[Any, Mapping[str, Any]], Score]
+    """loss(outputs, batch): mean over the samples, or (sum, weight)."""
+    optimizer: Any
+    """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
+    train: Any
+    """Training data: a hpctrain dataset, a dict of NumPy arrays with a leading sample axis, an HDF5 path, a torch Dataset, a tf.data.Dataset."""
+    validation: Any = None
+    """Validation data, likewise."""
+    metrics: Mapping[str, Callable[[Any, Mapping[str, Any]], Score]] = field(default_factory=dict)
+    """Validation metrics by name, each metric(outputs, batch) returning what loss may return."""
+    forward: Callable[[Any, Mapping[str, Any]], Any] = first_field
+    """forward(model, batch) -> outputs; by default the model applied to the batch's first array."""
+    transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
+    """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a numpy Generator keyed by (seed, epoch, sample)."""
+
+
+class TorchTask(Task):
+    """A task whose model is a torch.nn.Module."""
+
+
+class KerasTask(Task):
+    """A task whose model is a Keras 3 model on the TensorFlow backend."""

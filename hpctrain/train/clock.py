@@ -1,0 +1,61 @@
+"""Where the time of a step goes: phases that the loop, the framework and the reducer mark as they end them."""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import Protocol
+
+
+class Phase(enum.IntEnum):
+    """Parts of a step, in the order in which they happen."""
+
+    DATA = 0
+    """Waiting for the next batch."""
+    TO_DEVICE = 1
+    """Moving it to the device."""
+    FORWARD = 2
+    """Forward pass and loss."""
+    BACKWARD = 3
+    """Backward pass until this rank's last gradient is ready: its end is the rank's arrival."""
+    EXCHANGE = 4
+    """Waiting until the averaged gradients are there: its end is the rank's exit."""
+    OPTIMIZER = 5
+    """Clipping, update, EMA."""
+    CALLBACKS = 6
+    """Hooks, logging, evaluation."""
+    CHECKPOINT = 7
+    """Training stopped for a checkpoint's snapshot."""
+
+
+class StepClock(Protocol):
+    """Receives the ends of phases. All times are of this rank's monotonic clock."""
+
+    def mark(self, phase: Phase) -> None:
+        """The time since the last mark belongs to this phase."""
+
+    def end_step(self, work: float) -> None:
+        """A step is complete; ``work`` is what it had to do (samples or tokens), to tell slow ranks from loaded ones."""
+
+
+class IntervalClock:
+    """Sums each phase's seconds until they are taken."""
+
+    def __init__(self) -> None:
+        self.seconds = [0.0] * len(Phase)
+        self.last = time.perf_counter()
+
+    def mark(self, phase: Phase) -> None:
+        """See StepClock."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+    def end_step(self, work: float) -> None:
+        """See StepClock."""
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase name since the last call."""
+        taken = {phase.name.lower(): self.seconds[phase] for phase in Phase}
+        self.seconds = [0.0] * len(Phase)
+        return taken

@@ -1,0 +1,85 @@
+"""Where a run stands, and the named tensors that make it up."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class TrainState:
+    """Position of a run; the same on every rank, and JSON in a checkpoint."""
+
+    step: int = 0
+    """Updates done."""
+    epoch: int = 0
+    """Passes over the data completed."""
+    batch: int = 0
+    """Global batches of the current epoch done."""
+    samples: int = 0
+    """Samples seen by all ranks together."""
+    best: dict[str, float] = field(default_factory=dict)
+    """Best value of each validation metric so far."""
+    evaluations_since_best: int = 0
+    """For early stopping."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, JSON-able."""
+        return dataclasses.asdict(self)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Takes over what ``to_json`` gave."""
+        for key, value in saved.items():
+            setattr(self, key, value)
+
+
+class Placement(str, Enum):
+    """How a piece of state relates to the ranks."""
+
+    REPLICATED = "replicated"
+    """Equal on every rank: parameters, optimizer, EMA, loss scale."""
+    RANK = "rank"
+    """Each rank's own: random states, BatchNorm statistics on CPU."""
+
+
+class StateTensor(Protocol):
+    """One named tensor of the state, wherever it lives."""
+
+    name: str
+    """Slash-separated and independent of the framework where both know the thing: ``model/dense/kernel``, ``optimizer/...``, ``ema/...``, ``rng/...``."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Logical NumPy name, or ``bfloat16`` (held as uint16)."""
+    placement: Placement
+
+    def copy_into(self, out: NDArray[Any]) -> None:
+        """Copies the value into a host array of this shape (uint16 for bfloat16). May be asynchronous on devices: call the framework's ``synchronize`` after the last."""
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """A StateTensor over a host array."""
+
+    name: str
+    array: NDArray[Any]
+    placement: Placement = Placement.REPLICATED
+    logical_dtype: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> str:
+        """Logical dtype."""
+        return self.logical_dtype or self.array.dtype.name
+
+    def copy_into(self, out: NDArray[Any]) -> None:
+        """See StateTensor."""
+        np.copyto(out, self.array, casting="no")
