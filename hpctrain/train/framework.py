@@ -12,25 +12,42 @@ from hpctrain.train.state import StateTensor
 HostBatch = Mapping[str, NDArray[Any]]
 """A rank's part of a global batch: arrays with a leading sample axis."""
 
+Sums = dict[str, tuple[float, float]]
+"""(sum, weight) by name: add them up over batches and ranks, then divide."""
+
+
+class NonFiniteLoss(Exception):
+    """The loss or the averaged gradient is not finite; every rank raises it at the same step."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"loss or gradient is not finite on ranks {list(ranks)}")
+        self.ranks = list(ranks)
+        """Data-group ranks whose own loss or gradient is at fault; empty where only the sum over ranks overflowed."""
+
 
 class StepResult(Protocol):
     """What one update gave. Values may still be on a device: reading them waits for it."""
 
-    def sums(self) -> dict[str, tuple[float, float]]:
+    def sums(self) -> Sums:
         """This rank's (sum, weight) of ``loss`` and, where known, ``grad_norm`` (weight 1)."""
 
 
 class Framework(Protocol):
     """One model on this rank's device."""
 
+    name: str
+    """``torch`` or ``tensorflow``."""
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Multiplies the optimizer's own learning rates, as they were when the task was made."""
+
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         """Forward, backward, exchange, update, over this rank's part of a global batch of ``global_samples`` samples.
 
-        Raises NonFiniteLoss (on every rank alike) where the averaged loss or gradient is not finite and no loss
-        scaling is there to skip the step.
+        Raises NonFiniteLoss, on every rank alike, where no loss scaling is there to skip the step.
         """
 
-    def evaluate(self, batch: HostBatch) -> dict[str, tuple[float, float]]:
+    def evaluate(self, batch: HostBatch) -> Sums:
         """This rank's (sum, weight) of the loss and of each metric, without training."""
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
@@ -41,3 +58,12 @@ class Framework(Protocol):
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Takes over values by the names that ``state`` gives; raises UserError naming what is missing or of another shape."""
+
+    def synchronize(self) -> None:
+        """Returns when all copies begun by ``copy_into`` are done."""
+
+    def weights_hash(self) -> str:
+        """SHA-256 over the model's parameters in a fixed order, hexadecimal."""
+
+    def close(self) -> None:
+        """Releases what the framework holds outside of Python's reach."""

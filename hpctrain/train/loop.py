@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.comm.world import World
+from hpctrain.data.pipeline import Batch, TrainingData
+from hpctrain.errors import NoRequeue
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.data import TrainingData, ValidationData
-from hpctrain.train.framework import Framework
+from hpctrain.train.evaluation import evaluate
+from hpctrain.train.framework import Framework, HostBatch, NonFiniteLoss, StepResult
 from hpctrain.train.hooks import Hook, StopReason, first_reason
 from hpctrain.train.plan import Plan
+from hpctrain.train.schedule import Schedule
 from hpctrain.train.state import TrainState
 
 
@@ -26,14 +29,13 @@ class RunSummary:
 
 @dataclass
 class Trainer:
-    """Everything one rank needs to train; ``build.trainer`` makes it from a run file."""
+    """Everything one rank needs to train; ``hpctrain.build`` makes it from a run file."""
 
     world: World
     framework: Framework
     data: TrainingData
-    validation: ValidationData | None
-    learning_rate: Callable[[int], float]
-    """Factor on the optimizer's learning rate, by step."""
+    validation: Iterable[HostBatch] | None
+    schedule: Schedule
     plan: Plan
     clock: StepClock
     hooks: Sequence[Hook]
@@ -51,16 +53,51 @@ class Trainer:
 
     def run_steps(self) -> StopReason:
         """One update after the other."""
-        for batch in self.data.starting_at(self.state):
+        batches = self.data.starting_at(self.state.epoch, self.state.batch)
+        while not self.plan.is_over(self.state):
+            batch = next(batches)
             self.clock.mark(Phase.DATA)
-            self.framework.set_learning_rate(self.learning_rate(self.state.step))
-            result = self.framework.step(batch.micro_batches, batch.global_samples)
+            result = self.update(batch)
             self.state.advance(batch)
-            reason = first_reason([hook.after_step(self, result) for hook in self.hooks])
-            if reason is None and self.plan.evaluates_after(self.state):
-                reason = self.evaluate()
+            reason = self.evaluate() if self.plan.evaluates_after(self.state) else None
+            reason = first_reason([reason, *[hook.after_step(self, result) for hook in self.hooks]])
             self.clock.mark(Phase.CALLBACKS)
             self.clock.end_step(batch.local_samples)
             if reason is not None:
                 return reason
         return StopReason.COMPLETED
+
+    def update(self, batch: Batch) -> StepResult:
+        """Forward, backward, exchange, update."""
+        try:
+            self.framework.set_learning_rate(self.schedule(self.state.step))
+            return self.framework.step(batch.micro_batches, batch.global_samples)
+        except NonFiniteLoss as error:
+            raise self.explain_non_finite(error, batch) from error
+
+    def evaluate(self) -> StopReason | None:
+        """Loss and metrics over the validation data of all ranks."""
+        if self.validation is None:
+            return None
+        metrics = evaluate(self.framework, self.validation, self.world.data)
+        return first_reason([hook.after_eval(self, metrics) for hook in self.hooks])
+
+    def explain_non_finite(self, error: NonFiniteLoss, batch: Batch) -> NoRequeue:
+        """Says where the loss went wrong; a run that repeats exactly would come to the same step again."""
+        group = self.world.data
+        samples = batch.sample_ids.tolist() if group.rank in error.ranks else None
+        culprits = [
+            f"rank {rank}, samples {shorten(ids)}"
+            for rank, ids in enumerate(group.allgather(samples, "say which batch gave a loss that is not finite"))
+            if ids is not None
+        ]
+        return NoRequeue(
+            f"the loss is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
+            f"({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
+            "look at these samples; else lower the learning rate, lengthen schedule.warmup_steps or set train.clip_norm",
+        )
+
+
+def shorten(ids: Sequence[int], most: int = 8) -> str:
+    """A list for a message."""
+    return ", ".join(map(str, ids[:most])) + (f" ... ({len(ids)} in all)" if len(ids) > most else "")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hpctrain.data.pipeline import Batch
 
 
 @dataclass
@@ -23,10 +25,18 @@ class TrainState:
     """Global batches of the current epoch done."""
     samples: int = 0
     """Samples seen by all ranks together."""
-    best: dict[str, float] = field(default_factory=dict)
-    """Best value of each validation metric so far."""
+    early_stop_best: float | None = None
+    """Best value of the metric that early stopping watches."""
     evaluations_since_best: int = 0
-    """For early stopping."""
+    """Evaluations since then."""
+    checkpoint_best: float | None = None
+    """Best value of the metric that checkpoints are kept by."""
+
+    def advance(self, batch: Batch) -> None:
+        """One more update, over this global batch, is done."""
+        self.step += 1
+        self.samples += batch.global_samples
+        self.epoch, self.batch = (batch.epoch + 1, 0) if batch.ends_epoch else (batch.epoch, batch.index + 1)
 
     def to_json(self) -> dict[str, Any]:
         """All fields, JSON-able."""
@@ -34,8 +44,8 @@ class TrainState:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Takes over what ``to_json`` gave."""
-        for key, value in saved.items():
-            setattr(self, key, value)
+        for key in dataclasses.asdict(self):
+            setattr(self, key, saved[key])
 
 
 class Placement(str, Enum):

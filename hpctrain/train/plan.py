@@ -1,0 +1,54 @@
+"""How long a run is and when it evaluates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.config import TrainConfig
+from hpctrain.errors import UserError
+from hpctrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Length and rhythm of a run, in updates."""
+
+    total_steps: int
+    batches_per_epoch: int
+    eval_every_steps: int | None = None
+    eval_every_epochs: int | None = None
+
+    def is_over(self, state: TrainState) -> bool:
+        """Whether all updates are done."""
+        return state.step >= self.total_steps
+
+    def evaluates_after(self, state: TrainState) -> bool:
+        """Whether an evaluation is due at a state that an update has just reached; always after the last update."""
+        if self.is_over(state):
+            return True
+        if self.eval_every_steps and state.step % self.eval_every_steps == 0:
+            return True
+        return bool(self.eval_every_epochs and state.batch == 0 and state.epoch % self.eval_every_epochs == 0)
+
+
+def make_plan(config: TrainConfig, batches_per_epoch: int) -> Plan:
+    """The plan of a run over data with so many global batches an epoch."""
+    if config.steps is not None:
+        total = config.steps
+    else:
+        assert config.epochs is not None, "TrainConfig holds exactly one of epochs and steps"
+        total = config.epochs * batches_per_epoch
+    return Plan(total, batches_per_epoch, config.eval_every_steps, config.eval_every_epochs)
+
+
+def global_batch(config: TrainConfig, ranks: int) -> int:
+    """Samples of one update over all ranks."""
+    if config.batch_per_rank is not None:
+        return config.batch_per_rank * ranks
+    assert config.global_batch is not None, "TrainConfig holds exactly one of global_batch and batch_per_rank"
+    if config.global_batch < ranks:
+        raise UserError(
+            f"train.global_batch is {config.global_batch} but there are {ranks} ranks: some would never see a sample",
+            f"set train.global_batch to {ranks} or more, or start at most {config.global_batch} ranks",
+        )
+    return config.global_batch
