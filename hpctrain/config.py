@@ -67,8 +67,6 @@ class TrainConfig:
     """Compute threads of each rank; by default the launcher's share of the node's cores."""
 
     def __post_init__(self) -> None:
-        exactly_one("train.epochs", self.epochs, "train.steps", self.steps)
-        exactly_one("train.global_batch", self.global_batch, "train.batch_per_rank", self.batch_per_rank)
         for key in ("epochs", "steps", "global_batch", "batch_per_rank", "accumulate", "eval_every_epochs"):
             at_least(f"train.{key}", getattr(self, key), 1)
         at_least("train.eval_every_steps", self.eval_every_steps, 1)
@@ -335,7 +333,7 @@ class Config:
     """Name of the run: letters, digits, dot, dash, underscore. The run folder is runs/<name>."""
     task: str = ""
     """package.module:function or path/file.py:function that returns a TorchTask or a KerasTask."""
-    train: TrainConfig = field(default_factory=lambda: TrainConfig(epochs=1, global_batch=32))
+    train: TrainConfig = field(default_factory=TrainConfig)
     """How long, how large, and in which precision."""
     run_dir: str | None = None
     """Run folder, where runs/<name> is not wanted."""
@@ -368,6 +366,10 @@ class Config:
             )
         if self.task and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", self.task):
             raise UserError(f"task is {self.task!r}", "write package.module:function or path/file.py:function")
+        if self.task:
+            train = self.train
+            exactly_one("train.epochs", train.epochs, "train.steps", train.steps)
+            exactly_one("train.global_batch", train.global_batch, "train.batch_per_rank", train.batch_per_rank)
         at_least("seed", self.seed, 0)
 
 
