@@ -67,8 +67,12 @@ class StateTensor(Protocol):
     """Logical NumPy name, or ``bfloat16`` (held as uint16)."""
     placement: Placement
 
-    def copy_into(self, out: NDArray[Any]) -> None:
-        """Copies the value into a host array of this shape (uint16 for bfloat16). May be asynchronous on devices: call the framework's ``synchronize`` after the last."""
+    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
+        """Copies rows ``first_row`` to ``first_row + len(out)`` of the first axis into a host array (uint16 for bfloat16).
+
+        By default the whole value: ``out`` then has its shape. Each rank writes a part of replicated state, so it copies no more
+        than that. May be asynchronous on devices: call the framework's ``synchronize`` after the last.
+        """
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class ArrayTensor:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name
 
-    def copy_into(self, out: NDArray[Any]) -> None:
+    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
         """See StateTensor."""
-        np.copyto(out, self.array, casting="no")
+        part = self.array[first_row : first_row + len(out)] if out.ndim else self.array
+        np.copyto(out, part, casting="no")
