@@ -19,8 +19,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class EarlyStopConfig:
     """Stop when a validation metric no longer improves."""
 
-    metric: str = "loss"
-    """Validation metric that is watched."""
+    metric: str | None = None
+    """Validation metric that is watched, such as loss; none: no early stopping."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
     patience: int = 3
@@ -57,7 +57,7 @@ class TrainConfig:
     """Evaluate after every so many epochs."""
     eval_every_steps: int | None = None
     """Evaluate after every so many steps, too."""
-    early_stop: EarlyStopConfig | None = None
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
@@ -252,7 +252,7 @@ class SlurmConfig:
     account: str | None = None
     """Account that is charged."""
     partition: str | None = None
-    """Partition."""
+    """Partition, or several with commas."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
@@ -260,35 +260,63 @@ class SlurmConfig:
     reservation: str | None = None
     """Reservation."""
     licenses: str | None = None
-    """Licences."""
+    """Licences, such as matlab:1."""
     mail_user: str | None = None
     """Address for mail."""
     mail_type: str | None = None
     """Events that send mail, such as END,FAIL."""
-    time: str = "01:00:00"
-    """Time limit of one attempt, as Slurm writes it."""
+    comment: str | None = None
+    """Text that the queue shows with the job."""
+    begin: str | None = None
+    """Earliest start, such as now+1hour or 2027-01-31T18:00."""
+    time: str | None = None
+    """Time limit of one attempt, as Slurm writes it: 30 (minutes), 01:30:00, 2-12:00:00."""
+    time_min: str | None = None
+    """Shortest limit that is acceptable, where that starts the job earlier."""
     memory: str | None = None
     """Memory: '4G' for each node, '2G/cpu' for each core, '16G/gpu' for each GPU, '0' for all of the node."""
+    exclusive: bool | None = None
+    """Share the nodes with no other job."""
     gpus_per_node: int | None = None
     """GPUs of each node; one rank each unless launch.ranks_per_node says otherwise."""
     gpu_type: str | None = None
     """GPU model where the site wants it named."""
+    gpu_request: Literal["gres", "gpus-per-node", "gpus-per-task"] | None = None
+    """How the site wants GPUs asked for."""
     cpus_per_rank: int | None = None
     """Cores of each rank."""
+    cpu_bind: str | None = None
+    """Value of srun's --cpu-bind: cores, none, or masks of the site."""
+    mpi: str | None = None
+    """Value of srun's --mpi: pmix, pmix_v4, pmi2, cray_shasta."""
+    srun_options: tuple[str, ...] = ()
+    """More options of srun."""
+    mpirun_options: tuple[str, ...] = ()
+    """More options of mpirun."""
+    wrap: tuple[str, ...] = ()
+    """Words before the command of each rank: apptainer exec --nv image.sif."""
+    scratch: str | None = None
+    """Node-local folder that stage-in copies to; $NAME at its beginning is read on the node."""
     exclude: tuple[str, ...] = ()
     """Hosts that are not to be used."""
-    requeue: bool = True
-    """Requeue the job when it was stopped before its end."""
+    requeue: bool | None = None
+    """Requeue the job when it was stopped before its end; false where the site forbids it (see submit --chain)."""
     max_requeues: int = 20
     """Requeues after which the run ends."""
     signal_s: int | None = None
     """Seconds before the time limit at which the job is told to stop; by default from measured steps and checkpoints."""
     extra: tuple[str, ...] = ()
-    """More directives, as they stand in a script: --comment=hello."""
+    """More directives, as they stand in a script: --nice=100."""
     skip: tuple[str, ...] = ()
     """Directives that are left out, by name: --mem."""
     replace: dict[str, str] = field(default_factory=dict)
-    """Directives that replace ours, by name."""
+    """Directives that replace ours, by name: {--gres: --gres=gpu:v100:4}."""
+
+    def __post_init__(self) -> None:
+        at_least("launch.slurm.gpus_per_node", self.gpus_per_node, 1)
+        at_least("launch.slurm.cpus_per_rank", self.cpus_per_rank, 1)
+        at_least("launch.slurm.max_requeues", self.max_requeues, 0)
+        at_least("launch.slurm.signal_s", self.signal_s, 1)
 
 
 @dataclass(frozen=True)
@@ -310,7 +338,11 @@ class LaunchConfig:
     setup: tuple[str, ...] = ()
     """Shell lines run in the job before the launch, as they stand."""
     stage_in: tuple[str, ...] = ()
-    """Files copied to node-local scratch before the launch."""
+    """Files and folders copied to node-local scratch before the launch, once a node; task_args that name one are rewritten."""
+    stage_environment: bool = False
+    """Copy the Python environment to node-local scratch, too: thousands of ranks importing from a shared disk is slow."""
+    preflight: bool = True
+    """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
     max_failures: int = 3
     """Failed attempts without a new checkpoint in between after which the run ends."""
     stop_grace_s: float = 60.0

@@ -35,6 +35,12 @@ for _tag, _pattern, _first in [
     RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _starts)
 
 
+class RunFileDumper(yaml.SafeDumper):
+    """Quotes text that RunFileLoader would read as something else."""
+
+    yaml_implicit_resolvers = RunFileLoader.yaml_implicit_resolvers
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run file.
 
@@ -54,7 +60,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """The YAML text that ``load`` reads back to an equal Config."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=100)
+    values = _plain(dataclasses.asdict(config))
+    return yaml.dump(values, Dumper=RunFileDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def read_yaml(text: str) -> Any:
@@ -116,8 +123,8 @@ def _walk(node: yaml.MappingNode, kind: type, prefix: str, path: str, lines: Lin
         if key in lines:
             raise UserError(f"{path}:{line}: {key!r} stands in line {lines[key]} already", "keep one of the two lines")
         lines[key] = line
-        section = _dataclass_in(types[key_node.value])
-        if not section or value_node.tag == "tag:yaml.org,2002:null":
+        section = types[key_node.value]
+        if not dataclasses.is_dataclass(section):
             continue
         if not isinstance(value_node, yaml.MappingNode):
             raise UserError(f"{path}:{line}: {key} cannot be {value_node.value!r}", f"give {_type_of(key)}")
@@ -151,10 +158,9 @@ def _parse(path: str, text: str, overrides: list[str], lines: Lines) -> Config:
         sections = read_yaml(text)
         task_args = sections.pop("task_args", None) or {}
         namespace = made.parse_args(overrides, namespace=made.parse_object(sections, defaults=True))
+        values = made.instantiate_classes(namespace).as_dict()
         # The parser would read quoted text ("017") as a number once more: the file's arguments stay as they stand.
-        namespace.task_args = {**task_args, **namespace.task_args}
-        config = made.instantiate_classes(namespace)
-        return Config(**{field.name: config[field.name] for field in dataclasses.fields(Config)})
+        return Config(**{**values, "task_args": {**task_args, **values["task_args"]}})
     except UserError as error:
         raise UserError(_place(error.what, path, lines) + error.what, error.fix) from error
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
@@ -163,11 +169,11 @@ def _parse(path: str, text: str, overrides: list[str], lines: Lines) -> Config:
 
 def _readable(message: str, path: str, lines: Lines) -> UserError:
     """One sentence out of the parser's many lines."""
-    key = re.search(r'(?:[Kk]ey|[Aa]rgument) "?-*([\w.]+)"?', message)
+    keys = re.findall(r'(?:[Kk]ey|[Aa]rgument) "?-*([\w.]+)"?', message)
     value = re.search(r"(?:Given value|Got value|value): (.+)", message)
-    if not key:
+    if not keys:
         return UserError(f"{path}: {' '.join(message.split())}", "hpctrain train --help lists the keys and their types")
-    name = key.group(1)
+    name = ".".join(dict.fromkeys([keys[0], keys[-1]]))
     problem = f"{name} cannot be {value.group(1).strip()!r}" if value else f"{name} needs a value"
     return UserError(_place(name, path, lines) + problem, f"give {_type_of(name)}")
 
@@ -184,20 +190,13 @@ def _place(message: str, path: str, lines: Lines) -> str:
     return f"{path}:{lines[max(found, key=len)]}: " if found else ""
 
 
-def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass in a type such as ``Section`` or ``Section | None``."""
-    candidates = [hint, *typing.get_args(hint)]
-    return next((kind for kind in candidates if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
-
-
 def _fields(kind: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     """(dotted key, type, default, meaning) of every leaf."""
     types = typing.get_type_hints(kind)
     meanings = _attribute_docstrings(kind)
     for entry in dataclasses.fields(kind):
-        section = _dataclass_in(types[entry.name])
-        if section:
-            yield from _fields(section, f"{prefix}{entry.name}.")
+        if dataclasses.is_dataclass(types[entry.name]):
+            yield from _fields(types[entry.name], f"{prefix}{entry.name}.")
             continue
         made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
         default = "required" if made is dataclasses.MISSING else f"`{yaml.safe_dump(_plain(made)).split(chr(10))[0]}`"

@@ -22,7 +22,7 @@ class EarlyStop(BaseHook):
     def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
         """Every rank holds the same averages, so all decide alike."""
         watched = self.config.metric
-        if watched not in metrics:
+        if watched is None or watched not in metrics:
             raise UserError(
                 f"train.early_stop.metric is {watched!r}, which the task does not report",
                 f"name one of {', '.join(sorted(metrics))}",
