@@ -304,7 +304,7 @@ class SlurmConfig:
     max_requeues: int = 20
     """Requeues after which the run ends."""
     signal_s: int | None = None
-    """Seconds before the time limit at which the job is told to stop; by default from measured steps and checkpoints."""
+    """Seconds before the time limit at which the job is told to stop; by default from measured steps and saves."""
     extra: tuple[str, ...] = ()
     """More directives, as they stand in a script: --nice=100."""
     skip: tuple[str, ...] = ()
@@ -338,9 +338,9 @@ class LaunchConfig:
     setup: tuple[str, ...] = ()
     """Shell lines run in the job before the launch, as they stand."""
     stage_in: tuple[str, ...] = ()
-    """Files and folders copied to node-local scratch before the launch, once a node; task_args that name one are rewritten."""
+    """Files and folders copied to node-local scratch, once a node; task_args that name one get the copy's path."""
     stage_environment: bool = False
-    """Copy the Python environment to node-local scratch, too: thousands of ranks importing from a shared disk is slow."""
+    """Copy the Python environment there, too: thousands of ranks that import from a shared disk are slow."""
     preflight: bool = True
     """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
     max_failures: int = 3

@@ -1,0 +1,218 @@
+"""A real Slurm of two nodes on this machine, for tests.
+
+Each slurmd lives in its own UTS, process and mount namespace: MPI sees two hosts, a killed node takes all its processes
+with it, and one node's scratch can be made read-only. Needs root and Debian's slurmctld, slurmd, slurm-client, munge.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
+NODES = ("n1", "n2")
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+CONFIGURATION = """\
+ClusterName=mini
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+AuthType=auth/munge
+CredType=cred/munge
+# A requeued job may start once the credential of its last start has expired.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
+GresTypes=gpu
+MpiDefault=none
+ReturnToService=2
+KillWait=8
+MinJobAge=300
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdLogFile={folder}/slurmd.%n.log
+# One folder a node, or srun --mpi=pmix fails.
+TmpFS={folder}/tmpfs.%n
+NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=4 RealMemory=4000 Gres=gpu:2
+NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=4 RealMemory=4000 Gres=gpu:2
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+def missing() -> str | None:
+    """Why this machine cannot run the cluster, or None."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed"
+    if os.geteuid() != 0:
+        return "needs root"
+    if subprocess.run(["unshare", "--uts", "--pid", "--mount", "--fork", "true"], capture_output=True).returncode:
+        return "namespaces are not permitted here"
+    return None
+
+
+@dataclass
+class Cluster:
+    """A running Slurm. ``environment`` is what its commands, and ours, need."""
+
+    folder: Path
+    environment: dict[str, str]
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def run(self, *command: str | Path, timeout: float = 60, check: bool = True, **options) -> subprocess.CompletedProcess:  # type: ignore[type-arg,no-untyped-def]
+        """Runs a command as a user of this cluster would."""
+        options.setdefault("env", self.environment)
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout, **options)
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def state(self, job: str) -> str:
+        """The job's state as the queue has it; empty when it is purged."""
+        done = self.run("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T", check=False)
+        return done.stdout.strip().split("\n")[0]
+
+    def wait(self, job: str, *states: str, timeout: float = 120) -> str:
+        """Returns the job's state once it is one of these."""
+        return until(
+            lambda: (state := self.state(job)) in states and state,
+            timeout,
+            lambda: f"job {job} is {self.state(job)}, not {states}\n{self.run('scontrol', 'show', 'job', job, check=False).stdout}",
+        )
+
+    def processes(self, marker: str) -> dict[int, str]:
+        """Processes (by id, as seen from outside of the nodes) whose command line or environment holds the marker."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                environment = (folder / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if int(folder.name) != os.getpid() and (marker in command or marker in environment):
+                found[int(folder.name)] = command
+        return found
+
+    def start_node(self, name: str) -> None:
+        """Starts a node, as after a reboot."""
+        for part in ("spool", "tmpfs"):
+            (self.folder / f"{part}.{name}").mkdir(exist_ok=True)
+        scratch = self.folder / "scratch"
+        scratch.mkdir(exist_ok=True)
+        script = (
+            f"hostname {name} && mount -t tmpfs none /dev/shm && mount -t tmpfs none {scratch} && "
+            f"exec slurmd -D -f {self.environment['SLURM_CONF']} -N {name}"
+        )
+        isolated = ["unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script]
+        self.daemons[name] = self.spawn(name, isolated)
+        until(lambda: self.node_state(name) == "idle", 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}")
+
+    def kill_node(self, name: str) -> None:
+        """The node loses its power: every process on it is gone at once."""
+        os.kill(self.init(name), signal.SIGKILL)
+        self.daemons.pop(name).wait(10)
+
+    def init(self, name: str) -> int:
+        """The process that all others of a node end with."""
+        daemon = self.daemons[name].pid
+        return int(Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()[0])
+
+    def node_state(self, name: str) -> str:
+        """idle, mix, alloc, down ..."""
+        return self.run("sinfo", "-h", "-n", name, "-o", "%t", check=False).stdout.strip()
+
+    def in_node(self, name: str, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess:  # type: ignore[type-arg]
+        """Runs a command in a node's namespaces."""
+        return self.run("nsenter", "-t", str(self.init(name)), "-u", "-p", "-m", *command, check=check)
+
+    def spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        """A daemon that ends with this process."""
+        with (self.folder / f"{name}.out").open("ab") as out:
+            return subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environment, start_new_session=True,
+            )  # fmt: skip
+
+    def log(self, name: str) -> str:
+        """The end of a daemon's log."""
+        logs = [self.folder / f"{name}.out", self.folder / f"{name}.log", self.folder / f"slurmd.{name}.log"]
+        return "\n".join(path.read_text()[-2000:] for path in logs if path.exists())
+
+
+@contextmanager
+def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
+    """Starts the cluster in a folder, and ends it with everything that runs on it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)  # munged refuses a socket in a folder that others may write
+    ports = free_ports(3)
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(
+            folder=folder, host=socket.gethostname(), controller_port=ports[0], port_1=ports[1], port_2=ports[2]
+        )
+    )
+    # Fake GPUs must be device files.
+    (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/tty[0-1]\n")
+    (folder / "state").mkdir(exist_ok=True)
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    cluster = Cluster(folder, {**environment, "SLURM_CONF": str(folder / "slurm.conf")})
+    try:
+        munge = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        options = [f"--{option}={folder / name}" for option, name in munge.items()]
+        cluster.daemons["munged"] = cluster.spawn("munged", ["munged", "--foreground", "--force", *options])
+        until((folder / "munge.sock").exists, 10, lambda: cluster.log("munged"))
+        cluster.daemons["slurmctld"] = cluster.spawn("slurmctld", ["slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf")])
+        until(lambda: cluster.run("scontrol", "ping", check=False).returncode == 0, 30, lambda: cluster.log("slurmctld"))
+        for name in NODES:
+            cluster.start_node(name)
+        yield cluster
+    finally:
+        for name in NODES:
+            if name in cluster.daemons and cluster.daemons[name].poll() is None:
+                cluster.kill_node(name)
+        for name in ("slurmctld", "munged"):
+            if name in cluster.daemons:
+                cluster.daemons[name].terminate()
+                cluster.daemons[name].wait(15)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def until(condition: Callable[[], object], timeout: float, explain: Callable[[], str] = str, pause: float = 0.1):  # type: ignore[no-untyped-def]
+    """Polls a condition; returns its first true value, fails with the explanation after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {timeout} s in vain: {explain()}")
+        time.sleep(pause)
