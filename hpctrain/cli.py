@@ -7,13 +7,15 @@ it is imported when it is called for, so that ``hpctrain --help`` loads no frame
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import hpctrain
-from hpctrain.errors import ExitCode, HpctrainError
+from hpctrain.errors import ExitCode, HpctrainError, UserError
 
 
 @dataclass(frozen=True)
@@ -67,29 +69,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(words: Sequence[str]) -> int:
     """Finds the command's module and hands over to it."""
-    name = words[0] if words and words[0] in COMMANDS else None
-    if name is None:
+    if not words or words[0].startswith("-"):
         overview().parse_args(words)
         overview().print_help()
         return ExitCode.USER_ERROR
+    name = words[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        raise UserError(f"no command {name!r}", f"did you mean {close[0]}?" if close else "hpctrain --help lists them")
     command = COMMANDS[name]
     module = importlib.import_module(command.module)
-    parser = argparse.ArgumentParser(prog=f"hpctrain {name}", description=command.help, allow_abbrev=False)
+    parser = Parser(prog=f"hpctrain {name}", description=command.help, allow_abbrev=False)
     parser.set_defaults(command=name)
     module.add_arguments(parser)
     args, rest = parser.parse_known_args(words[1:])
-    if hasattr(args, "overrides"):
-        args.overrides = [*args.overrides, *rest]
-    elif rest:
+    if rest and not hasattr(args, "overrides"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = rest
     return int(module.run(args))
+
+
+class Parser(argparse.ArgumentParser):
+    """Usage errors end like all other mistakes of the user's."""
+
+    def error(self, message: str) -> NoReturn:
+        """See ArgumentParser."""
+        raise UserError(f"{self.prog}: {message}", f"{self.prog} --help shows what it takes")
 
 
 def overview() -> argparse.ArgumentParser:
     """The parser behind ``hpctrain --help``."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hpctrain",
         usage="hpctrain COMMAND ...",
         description="Batch training of neural networks on HPC clusters.",
@@ -98,5 +110,4 @@ def overview() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {hpctrain.__version__}")
-    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", nargs="?", help=argparse.SUPPRESS)
     return parser

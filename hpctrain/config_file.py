@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import re
@@ -67,6 +68,13 @@ def dump(config: Config) -> str:
 def read_yaml(text: str) -> Any:
     """The plain values of a YAML text."""
     return yaml.load(text, Loader=RunFileLoader)  # noqa: S506 (derived from SafeLoader)
+
+
+def add_run_file(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that takes a run file: the file, and any key of it as an option."""
+    parser.add_argument("run_file", help="YAML run file")
+    parser.set_defaults(overrides=[])
+    parser.epilog = "Any key of the run file can be given as an option that wins over it: --train.epochs 3"
 
 
 def parser() -> Any:
@@ -147,12 +155,10 @@ def _nearest(key: str, dashes: str = "") -> str:
     by_last = {name.rsplit(".", 1)[-1]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [by_last[last] for last in difflib.get_close_matches(key.rsplit(".", 1)[-1], by_last, n=1, cutoff=0.6)]
-    return f"did you mean {dashes}{close[0]}?" if close else "hpctrain train --help lists all keys"
+    return f"did you mean {dashes}{close[0]}?" if close else "docs/configuration.md lists all keys"
 
 
 def _parse(path: str, text: str, overrides: list[str], lines: Lines) -> Config:
-    import argparse
-
     made = parser()
     try:
         sections = read_yaml(text)
@@ -172,7 +178,7 @@ def _readable(message: str, path: str, lines: Lines) -> UserError:
     keys = re.findall(r'(?:[Kk]ey|[Aa]rgument) "?-*([\w.]+)"?', message)
     value = re.search(r"(?:Given value|Got value|value): (.+)", message)
     if not keys:
-        return UserError(f"{path}: {' '.join(message.split())}", "hpctrain train --help lists the keys and their types")
+        return UserError(f"{path}: {' '.join(message.split())}", "docs/configuration.md lists the keys and their types")
     name = ".".join(dict.fromkeys([keys[0], keys[-1]]))
     problem = f"{name} cannot be {value.group(1).strip()!r}" if value else f"{name} needs a value"
     return UserError(_place(name, path, lines) + problem, f"give {_type_of(name)}")

@@ -1,0 +1,100 @@
+"""From ``package.module:function`` or ``path/file.py:function`` to the user's task."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.world import World
+from hpctrain.errors import UserError
+from hpctrain.task import KerasTask, Task, TorchTask
+from hpctrain.train.seeds import seed_task
+
+
+def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: int) -> Task:
+    """Imports the task function and calls it with its arguments and, where it takes one, the world.
+
+    Everything random is seeded first, alike on all ranks: initial weights do not depend on how many there are.
+
+    Raises:
+        UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
+            something else than a task comes back. Errors of the task itself pass through.
+    """
+    function = _function(reference)
+    call = _bind(function, reference, arguments, world)
+    seed_task(seed)
+    task = call()
+    if not isinstance(task, (TorchTask, KerasTask)):
+        raise UserError(
+            f"task {reference} returned {type(task).__name__}",
+            "return hpctrain.TorchTask(...) or hpctrain.KerasTask(...)",
+        )
+    return task
+
+
+def _function(reference: str) -> Callable[..., Any]:
+    where, _, name = reference.rpartition(":")
+    module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"task {reference}: {where} has no function {name!r}", "correct task: in the run file")
+    return function
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, "")  # a module beside the run file's working directory, as python -m finds it
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise UserError(
+                f"task module {name!r} cannot be found",
+                "correct task: in the run file, start in the folder that holds it, or write path/file.py:function",
+            ) from error
+        raise _import_failed(name, error) from error
+    except ImportError as error:
+        raise _import_failed(name, error) from error
+    finally:
+        sys.path.remove("")
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"task file {path} does not exist", "correct task: in the run file; paths start at the working directory")
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"task file {path} cannot be imported", "give a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.resolve().parent))  # files beside it can be imported, as in a script
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise _import_failed(str(path), error) from error
+    return module
+
+
+def _import_failed(name: str, error: Exception) -> UserError:
+    return UserError(f"task {name} fails to import: {type(error).__name__}: {error}", "install what is missing, or correct the import")
+
+
+def _bind(function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], world: World) -> Callable[[], Any]:
+    """The call, checked against the signature before anything runs."""
+    signature = inspect.signature(function)
+    given = dict(arguments)
+    if "world" in signature.parameters:
+        given["world"] = world
+    try:
+        bound = signature.bind(**given)
+    except TypeError as error:
+        raise UserError(
+            f"task_args do not fit {reference}{signature}: {error}",
+            "correct task_args: in the run file",
+        ) from error
+    return lambda: function(*bound.args, **bound.kwargs)
