@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.task import KerasTask, Task, TorchTask
-from hpctrain.train.seeds import seed_task
+from hpctrain.train.seeds import seed_python
 
 
 def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: int) -> Task:
@@ -98,3 +98,16 @@ def _bind(function: Callable[..., Any], reference: str, arguments: Mapping[str, 
             "correct task_args: in the run file",
         ) from error
     return lambda: function(*bound.args, **bound.kwargs)
+
+
+def seed_task(seed: int) -> None:
+    """Seeds Python, NumPy and each framework that is imported, alike on all ranks, before the task is made."""
+    seed_python(seed)
+    if "torch" in sys.modules:
+        from hpctrain.frameworks.torch import seed as seed_torch
+
+        seed_torch(seed)
+    if "tensorflow" in sys.modules:
+        from hpctrain.frameworks.tensorflow import seed as seed_tensorflow
+
+        seed_tensorflow(seed)
