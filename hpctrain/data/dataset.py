@@ -1,0 +1,117 @@
+"""What every dataset offers, and the checks that all kinds share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import UserError
+
+Samples = dict[str, NDArray[Any]]
+"""Arrays by field name, each with the samples along its first axis."""
+
+FINGERPRINT_SAMPLES = 64
+FINGERPRINT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of every sample."""
+
+    shape: tuple[int, ...]
+    """Of one sample: without the sample axis."""
+    dtype: np.dtype[Any]
+    """A number or boolean, in this machine's byte order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one sample."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Samples with random access. Read from one thread at a time; picklable, so that worker processes can have it."""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The arrays of a sample, in a fixed order: models get the first by default."""
+
+    def __len__(self) -> int:
+        """Number of samples, at least 1."""
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """New, writable, C-contiguous arrays of shape [len(indices), *field.shape], in the order of the indices.
+
+        Args:
+            indices: int64[n], each 0 to ``len(self) - 1``, in any order, repeats allowed.
+
+        Raises:
+            UserError: the source does not deliver what it promised; names it and the sample.
+        """
+
+    def fingerprint(self) -> str:
+        """Identifies the data wherever it lies, cheaply: see docs/data.md."""
+
+
+def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:
+    """The field of an array of this whole shape; raises UserError where it cannot be trained on."""
+    if not shape:
+        raise UserError(
+            f"{where}: {name!r} is a single value, without a sample axis",
+            "store one value per sample, or leave it out with fields=(...)",
+        )
+    if dtype.kind not in "biufc":
+        raise UserError(
+            f"{where}: {name!r} has dtype {dtype}, which is not a number",
+            "store numbers (encode text and objects first), or leave it out with fields=(...)",
+        )
+    return Field(tuple(shape[1:]), dtype.newbyteorder("="))
+
+
+def check_lengths(lengths: Mapping[str, int], where: str) -> int:
+    """The common length of all arrays; raises UserError where there is none, or no sample at all."""
+    if not lengths:
+        raise UserError(f"{where} holds no arrays", "give arrays whose first axis runs over the samples")
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
+        raise UserError(
+            f"{where}: the arrays have different numbers of samples: {listed}",
+            "make them equally long, or name those that belong together with fields=(...)",
+        )
+    length = next(iter(lengths.values()))
+    if length == 0:
+        raise UserError(f"{where} holds no samples: its arrays are empty", "give data with at least one sample")
+    return length
+
+
+def choose(present: Mapping[str, Any] | list[str], wanted: tuple[str, ...] | None, where: str) -> tuple[str, ...]:
+    """The wanted names, by default all; raises UserError naming what is there where one is missing."""
+    names = tuple(present)
+    if wanted is None:
+        return names
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise UserError(
+            f"{where} has no {' or '.join(map(repr, missing))}",
+            f"it has {', '.join(names) or 'nothing'}: name one of them",
+        )
+    return tuple(wanted)
+
+
+def content_fingerprint(dataset: Dataset) -> str:
+    """sha256 of the fields, the length, and the bytes of up to 64 samples spread evenly over the dataset."""
+    digest = hashlib.sha256()
+    digest.update(f"{len(dataset)}".encode())
+    for name, field in dataset.fields.items():
+        digest.update(f"\n{name} {field.shape} {field.dtype.str}".encode())
+    sample_bytes = max(1, sum(field.num_bytes for field in dataset.fields.values()))
+    count = min(len(dataset), FINGERPRINT_SAMPLES, max(2, FINGERPRINT_BYTES // sample_bytes))
+    for array in dataset.read(np.linspace(0, len(dataset) - 1, count).astype(np.int64)).values():
+        digest.update(array.tobytes())
+    return digest.hexdigest()

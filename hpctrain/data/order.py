@@ -1,0 +1,154 @@
+"""Which samples make each global batch, and which of them are a rank's. Depends on no rank count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.random import Stream, generator
+from hpctrain.errors import UserError
+
+GROUP_BLOCKS = 16
+"""Blocks whose samples are shuffled together where shuffle is ``block``."""
+
+Shuffle = Literal["full", "block", "none"]
+
+
+def part_of(n: int, rank: int, size: int) -> slice:
+    """The contiguous part of ``n`` things that is this rank's: the first ``n % size`` ranks have one more."""
+    share, rest = divmod(n, size)
+    begin = rank * share + min(rank, rest)
+    return slice(begin, begin + share + (rank < rest))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of ``length`` samples, cut into global batches, in every epoch.
+
+    A pure function of the fields: any position of any epoch is found without going through those before it.
+    """
+
+    length: int
+    """Samples in the dataset."""
+    global_batch: int
+    """Samples of one global batch; the last of an epoch is smaller where it does not divide ``length``."""
+    seed: int = 0
+    """0 to 2**64 - 1."""
+    shuffle: Shuffle = "full"
+    """full: a permutation of all samples (4 or 8 bytes of memory a sample); block: blocks of samples are permuted, then
+    the samples within each group of ``GROUP_BLOCKS`` blocks; none: as they are stored, in every epoch."""
+    block_samples: int = 1024
+    """Samples of a block."""
+    drop_last: bool = False
+    """Leave out the last global batch where it is smaller."""
+    _epochs: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("length", "global_batch", "block_samples"):
+            if getattr(self, name) < 1:
+                raise UserError(f"the data order's {name} is {getattr(self, name)}", "give at least 1")
+        if self.shuffle not in ("full", "block", "none"):
+            raise UserError(f"data.shuffle is {self.shuffle!r}", "give full, block or none")
+        if self.drop_last and self.length < self.global_batch:
+            raise UserError(
+                f"the dataset has {self.length} samples, fewer than one global batch of {self.global_batch}, and drop_last is on",
+                "use a smaller global batch, or set data.drop_last to false",
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Global batches of one epoch."""
+        return self.length // self.global_batch if self.drop_last else -(-self.length // self.global_batch)
+
+    def batch_indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
+        """The samples of one global batch, in order.
+
+        Args:
+            epoch: from 0.
+            batch: index within the epoch, 0 to ``batches_per_epoch - 1``.
+
+        Returns:
+            int64[global_batch], or fewer in the last batch.
+        """
+        if not 0 <= batch < self.batches_per_epoch:
+            raise IndexError(f"batch {batch} of an epoch of {self.batches_per_epoch}")
+        begin = batch * self.global_batch
+        return self._epoch(epoch).samples(begin, min(begin + self.global_batch, self.length))
+
+    def _epoch(self, epoch: int) -> EpochOrder:
+        order = self._epochs.get(epoch)
+        if order is None:
+            order = make_epoch_order(self, epoch)
+            self._epochs.clear()  # batches come epoch by epoch: one permutation in memory is enough
+            self._epochs[epoch] = order
+        return order
+
+
+class EpochOrder:
+    """The order of one epoch, as stored."""
+
+    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Samples at positions ``begin`` to ``end - 1``."""
+        return np.arange(begin, end, dtype=np.int64)
+
+
+class FullShuffle(EpochOrder):
+    """A permutation of all samples."""
+
+    def __init__(self, permutation: NDArray[np.integer]) -> None:
+        self.permutation = permutation
+
+    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
+        """See EpochOrder."""
+        return self.permutation[begin:end].astype(np.int64)
+
+
+class BlockShuffle(EpochOrder):
+    """Blocks in permuted order; within each group of them, their samples in permuted order."""
+
+    def __init__(self, order: Order, epoch: int, blocks: NDArray[np.int64]) -> None:
+        self.order = order
+        self.epoch = epoch
+        self.blocks = blocks
+        ends = np.cumsum(np.minimum(order.block_samples, order.length - blocks * order.block_samples))
+        firsts = np.arange(0, len(blocks), GROUP_BLOCKS)
+        self.begins = np.concatenate([[0], ends])[firsts]
+        """Position of each group's first sample."""
+        self.cached: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
+
+    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
+        """See EpochOrder."""
+        first, last = np.searchsorted(self.begins, [begin, end - 1], side="right") - 1
+        parts = [
+            self._group(group)[max(0, begin - self.begins[group]) : end - self.begins[group]]
+            for group in range(first, last + 1)
+        ]
+        return np.concatenate(parts)
+
+    def _group(self, group: int) -> NDArray[np.int64]:
+        cached, samples = self.cached
+        if cached != group:
+            size = self.order.block_samples
+            blocks = self.blocks[group * GROUP_BLOCKS : (group + 1) * GROUP_BLOCKS]
+            samples = (blocks[:, None] * size + np.arange(size)).ravel()
+            samples = samples[samples < self.order.length]
+            generator(self.order.seed, self.epoch, Stream.WITHIN_GROUP, group).shuffle(samples)
+            self.cached = (group, samples)
+        return samples
+
+
+def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
+    """Draws an epoch's permutation."""
+    if order.shuffle == "none":
+        return EpochOrder()
+    if order.shuffle == "block":
+        blocks = np.arange(-(-order.length // order.block_samples), dtype=np.int64)
+        generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
+        return BlockShuffle(order, epoch, blocks)
+    dtype: type[np.int32] | type[np.int64] = np.int32 if order.length <= np.iinfo(np.int32).max else np.int64
+    permutation = np.arange(order.length).astype(dtype)
+    generator(order.seed, epoch, Stream.ORDER).shuffle(permutation)
+    return FullShuffle(permutation)
