@@ -1,0 +1,146 @@
+"""What slow means: pure functions over arrays of seconds, [R] over ranks or [R, S] over ranks and steps.
+
+In synchronous training every rank's step takes as long as the slowest one's, so step times say nothing. Busy times do:
+``busy(k) = arrival(k) - exit(k - 1)`` on the rank's own clock. All functions here take busy times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+
+MAD_TO_SIGMA = 1.4826
+"""Of a normal distribution, sigma is this many median absolute deviations."""
+SCALE_FLOOR = 0.01
+"""Differences between ranks below this share of the median are never significant."""
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2)."""
+
+
+def median_of_others(values: Array) -> Array:
+    """[R] for each rank the median of all ranks but itself (R >= 2)."""
+    n = len(values)
+    order = np.argsort(values, kind="stable")
+    place = np.empty(n, dtype=np.int64)
+    place[order] = np.arange(n)
+    ordered = values[order]
+    low, high = (n - 2) // 2, (n - 1) // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
+
+
+def excess_of_each(values: Array) -> Array:
+    """[R] share by which each rank's value is above the median of the others."""
+    others = median_of_others(values)
+    return (values - others) / np.maximum(others, 1e-9)
+
+
+def robust_z(medians: Array, busy: Array, between: bool = True) -> Array:
+    """[R] distance of each rank's median from the others' in robust standard deviations.
+
+    The scale is the largest of: the spread between ranks (median absolute deviation), the error of one rank's median
+    over the window, and a floor. The first is blind for few ranks, the second for noise that lasts longer than a step.
+
+    Args:
+        medians: [R] each rank's median over the window.
+        busy: [R, S] the window itself.
+        between: whether there are ranks enough for the spread between them.
+    """
+    centre = float(np.median(medians))
+    spread = MAD_TO_SIGMA * float(np.median(np.abs(medians - centre))) if between else 0.0
+    deviations = np.median(np.abs(busy - medians[:, None]), axis=1)
+    within = MEDIAN_ERROR * MAD_TO_SIGMA * deviations / math.sqrt(busy.shape[1])
+    scale = np.maximum(max(spread, SCALE_FLOOR * centre, 1e-9), within)
+    return (medians - median_of_others(medians)) / scale
+
+
+def cost_of_each(busy: Array, wait: Array) -> Array:
+    """[R] share of the window that would be saved were this rank as fast as the slowest other one in every step.
+
+    ``sum_k(max_j busy_j - max_{j != r} busy_j) / sum_k step``: the what-if of a job without the rank's delay.
+    """
+    top = busy.max(axis=0)
+    first = busy.argmax(axis=0)
+    second = np.partition(busy, -2, axis=0)[-2]
+    saved = np.zeros(len(busy))
+    np.add.at(saved, first, top - second)
+    return saved / step_seconds(busy, wait)
+
+
+def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float:
+    """Share of the window that would be saved were all these ranks no slower than the slowest of the rest."""
+    rest = busy[~members].max(axis=0)
+    return float(np.maximum(busy.max(axis=0) - rest, 0).sum() / step_seconds(busy, wait))
+
+
+def step_seconds(busy: Array, wait: Array) -> float:
+    """Seconds that the window took: busy and wait of a rank add up to it, on every rank alike."""
+    return max(float(np.median((busy + wait).sum(axis=1))), 1e-9)
+
+
+def work_explains(busy: Array, work: Array) -> Array:
+    """[R, S] seconds of each busy time that come from more (or less) work than the typical step's.
+
+    Where a rank's own work varies from step to step, the slope is fitted within ranks, so that a slow rank cannot pass
+    for a loaded one. Where it does not vary, time is taken to be at most proportional to work, and only to excuse.
+    """
+    centre = float(np.median(work))
+    if centre <= 0 or not np.isfinite(work).all() or float(np.ptp(work)) == 0:
+        return np.zeros_like(busy)
+    calm = np.minimum(busy, 3 * np.median(busy, axis=1, keepdims=True))
+    dw = work - work.mean(axis=1, keepdims=True)
+    db = calm - calm.mean(axis=1, keepdims=True)
+    ww, bb, wb = float((dw * dw).sum()), float((db * db).sum()), float((dw * db).sum())
+    varies = math.sqrt(ww / work.size) > 0.01 * centre
+    if varies:
+        fits = wb > 0 and wb * wb > 0.3 * ww * bb
+        return (wb / ww) * (work - centre) if fits else np.zeros_like(busy)
+    return float(np.median(busy)) / centre * np.maximum(work - centre, 0)
+
+
+def uneven_cost(busy: Array, wait: Array) -> float:
+    """Share of the window that goes by while the typical rank waits for the slowest one."""
+    return float((busy.max(axis=0) - np.median(busy, axis=0)).sum() / step_seconds(busy, wait))
+
+
+def pauses(busy: Array) -> tuple[NDArray[np.int64], Array]:
+    """Single long steps, which medians do not see.
+
+    A pause is a step of more than 1.5 of the rank's own median in which the rank is also the slowest. Consecutive ones
+    count once.
+
+    Returns:
+        [R] number of pauses, and [R] seconds by which they held up the others.
+    """
+    own = np.median(busy, axis=1, keepdims=True)
+    if len(busy) > 1:
+        second = np.partition(busy, -2, axis=0)[-2]
+    else:
+        second = np.zeros(busy.shape[1])
+    lost = np.where(busy >= busy.max(axis=0), busy - np.maximum(second, own), 0)
+    paused = (busy > 1.5 * own) & (lost > 0)
+    begins = paused.copy()
+    begins[:, 1:] &= ~paused[:, :-1]
+    return begins.sum(axis=1), np.where(paused, lost, 0).sum(axis=1)
+
+
+def chance_of_so_many(count: int, total: int, ranks: int) -> float:
+    """Probability that, of ``total`` pauses that hit ranks at random, one given rank gets at least ``count``."""
+    p = 1 / ranks
+    terms = (
+        math.lgamma(total + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(total - k + 1)
+        + k * math.log(p)
+        + (total - k) * math.log1p(-p)
+        for k in range(count, total + 1)
+    )
+    return min(1.0, sum(math.exp(term) for term in terms))
+
+
+def transfer_seconds(wait: Array) -> float:
+    """The exchange itself: the last rank to arrive waits for nobody. Median over steps of the smallest wait."""
+    return float(np.median(wait.min(axis=0)))

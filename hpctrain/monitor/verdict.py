@@ -1,0 +1,120 @@
+"""What the monitor says, and the hysteresis that keeps it from saying it too early or too often."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Kind(str, enum.Enum):
+    """What is wrong. Only the first three name somebody."""
+
+    RANK = "rank"
+    """A rank is slower than its peers in the typical step."""
+    PAUSES = "pauses"
+    """A rank holds up the others with long pauses in some steps."""
+    HOST = "host"
+    """All ranks of a host are slower than their peers."""
+    MANY = "many"
+    """So many ranks are slower that there is no telling who is normal."""
+    UNEVEN = "uneven"
+    """Two or three ranks differ since the start: no telling which of them is off."""
+    ROTATING = "rotating"
+    """Pauses hit changing ranks: garbage collection, input or the system, nobody to blame."""
+    IMBALANCE = "imbalance"
+    """Ranks have different amounts of work."""
+    NETWORK = "network"
+    """The exchange itself takes longer than it did."""
+    GLOBAL = "global"
+    """All ranks are slower than they were."""
+    ABSTAIN = "abstain"
+    """Signals are missing."""
+
+
+class State(str, enum.Enum):
+    """Where an accusation stands."""
+
+    SUSPECT = "suspect"
+    CONFIRMED = "confirmed"
+    CLEARED = "cleared"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One finding about a window of steps."""
+
+    kind: Kind
+    state: State
+    window: int
+    """The window that led to it."""
+    ranks: tuple[int, ...] = ()
+    """Who, where somebody is named."""
+    hosts: tuple[str, ...] = ()
+    """The hosts of those ranks."""
+    cause: str = ""
+    """Phase that holds the excess (data, forward, ...), gc, compute (all of them alike), mixed, or network."""
+    slowdown: float = 0.0
+    """Share by which it is slower than its peers (or than it was)."""
+    cost: float = 0.0
+    """Share of the time that the run would save without it."""
+    evidence: tuple[str, ...] = ()
+    """What the host's counters say."""
+    note: str = ""
+    """What else to know."""
+
+    def fields(self) -> dict[str, Any]:
+        """For an event."""
+        return {
+            "kind": self.kind.value,
+            "state": self.state.value,
+            "rank": self.ranks[0] if len(self.ranks) == 1 else None,
+            "ranks": list(self.ranks),
+            "host": self.hosts[0] if len(self.hosts) == 1 else None,
+            "cause": self.cause,
+            "slowdown": round(self.slowdown, 4),
+            "cost": round(self.cost, 4),
+            "evidence": list(self.evidence),
+            "window": self.window,
+        }
+
+
+class Change(enum.Enum):
+    """What an observation changed."""
+
+    NONE = 0
+    SUSPECTED = 1
+    CONFIRMED = 2
+    CLEARED = 3
+
+
+@dataclass
+class Hysteresis:
+    """One accusation over time: suspected after one window, confirmed after some, cleared after some calm ones."""
+
+    confirm_after: int = 2
+    """Bad windows in a row."""
+    clear_after: int = 3
+    """Calm windows in a row."""
+    bad: int = field(default=0, init=False)
+    calm: int = field(default=0, init=False)
+    confirmed: bool = field(default=False, init=False)
+
+    def observe(self, is_bad: bool, is_calm: bool) -> Change:
+        """Takes one window into account. A window may be neither bad nor calm."""
+        self.bad = self.bad + 1 if is_bad else 0
+        self.calm = self.calm + 1 if is_calm and not is_bad else 0
+        if self.confirmed:
+            if self.calm >= self.clear_after:
+                self.confirmed = False
+                return Change.CLEARED
+            return Change.NONE
+        if self.bad >= self.confirm_after:
+            self.confirmed = True
+            return Change.CONFIRMED
+        return Change.SUSPECTED if self.bad == 1 else Change.NONE
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is suspected or confirmed."""
+        return not self.confirmed and self.bad == 0

@@ -1,0 +1,103 @@
+"""From the rows that clocks leave to what each rank did in a window of steps. Pure functions over arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.train.clock import Phase
+
+REST = len(Phase)
+"""Column of the time that no phase claimed (hand-written loops)."""
+GC = REST + 1
+"""Column of Python's garbage collection; it lies inside the other columns and is not added to them."""
+WORK = GC + 1
+"""Column of the work done: samples or tokens."""
+ENDED = WORK + 1
+"""Column of the time at which the step ended."""
+COLUMNS = ENDED + 1
+
+CAUSES = (*(phase.name.lower() for phase in Phase), "rest", "gc")
+"""Names of the columns that say where time went, in order."""
+
+AFTER_EXIT = (Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT)
+"""Phases that follow the exchange: their time delays the arrival at the NEXT exchange."""
+BUSY = tuple(column for column in range(GC) if column != Phase.EXCHANGE)
+"""Columns that add up to a rank's busy time."""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What R ranks did in S steps, all of them the same steps. Seconds, float32."""
+
+    index: int
+    """Number of the window: it starts at step ``index * S`` of the attempt."""
+    ranks: NDArray[np.int64]
+    """[R] which ranks."""
+    busy: Floats
+    """[R, S] from leaving one exchange to arriving at the next."""
+    wait: Floats
+    """[R, S] from arriving at an exchange to leaving it."""
+    work: Floats
+    """[R, S] samples or tokens."""
+    typical: Floats
+    """[R, len(CAUSES)] median over the steps of the seconds in each phase."""
+    mean: Floats
+    """[R, len(CAUSES)] mean over the steps of the same."""
+
+    @property
+    def steps(self) -> int:
+        """S."""
+        return int(self.busy.shape[1])
+
+
+def condense(index: int, ranks: NDArray[np.int64], rows: NDArray[np.float64]) -> Window:
+    """Builds a window from running totals.
+
+    Args:
+        index: number of the window.
+        ranks: [R] which ranks.
+        rows: [R, S + 2, COLUMNS] each rank's totals at the ends of the window's S steps and of the two before it.
+    """
+    steps = np.diff(rows, axis=1)
+    spent = steps[:, 1:, :WORK].copy()
+    spent[:, :, AFTER_EXIT] = steps[:, :-1, AFTER_EXIT]
+    return from_phases(index, ranks, spent, steps[:, 1:, WORK])
+
+
+def from_phases(
+    index: int, ranks: NDArray[np.int64], spent: NDArray[np.float64], work: NDArray[np.float64]
+) -> Window:
+    """Builds a window from the seconds in each phase between one exit and the next.
+
+    Args:
+        index: number of the window.
+        ranks: [R] which ranks.
+        spent: [R, S, len(CAUSES)] seconds.
+        work: [R, S] samples or tokens.
+    """
+    return Window(
+        index=index,
+        ranks=ranks,
+        busy=spent[:, :, BUSY].sum(axis=2).astype(np.float32),
+        wait=spent[:, :, Phase.EXCHANGE].astype(np.float32),
+        work=work.astype(np.float32),
+        typical=np.median(spent, axis=1).astype(np.float32),
+        mean=spent.mean(axis=1).astype(np.float32),
+    )
+
+
+def join(parts: list[Window]) -> Window:
+    """One window over the ranks of all parts, in rank order."""
+    ranks = np.concatenate([part.ranks for part in parts])
+    order = np.argsort(ranks)
+
+    def stacked(name: str) -> Floats:
+        return np.concatenate([getattr(part, name) for part in parts])[order]
+
+    arrays = {name: stacked(name) for name in ("busy", "wait", "work", "typical", "mean")}
+    return Window(index=parts[0].index, ranks=ranks[order], **arrays)
