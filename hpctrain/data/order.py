@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class Order:
             raise UserError(f"data.shuffle is {self.shuffle!r}", "give full, block or none")
         if self.drop_last and self.length < self.global_batch:
             raise UserError(
-                f"the dataset has {self.length} samples, fewer than one global batch of {self.global_batch}, and drop_last is on",
+                f"the dataset's {self.length} samples fill no global batch of {self.global_batch}, and drop_last is on",
                 "use a smaller global batch, or set data.drop_last to false",
             )
 
@@ -98,7 +98,7 @@ class EpochOrder:
 class FullShuffle(EpochOrder):
     """A permutation of all samples."""
 
-    def __init__(self, permutation: NDArray[np.integer]) -> None:
+    def __init__(self, permutation: NDArray[Any]) -> None:
         self.permutation = permutation
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -148,7 +148,7 @@ def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
         blocks = np.arange(-(-order.length // order.block_samples), dtype=np.int64)
         generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
         return BlockShuffle(order, epoch, blocks)
-    dtype: type[np.int32] | type[np.int64] = np.int32 if order.length <= np.iinfo(np.int32).max else np.int64
-    permutation = np.arange(order.length).astype(dtype)
+    dtype = np.int32 if order.length <= np.iinfo(np.int32).max else np.int64
+    permutation = np.arange(order.length, dtype=dtype)
     generator(order.seed, epoch, Stream.ORDER).shuffle(permutation)
     return FullShuffle(permutation)

@@ -119,9 +119,10 @@ class TrainingData:
 
 
 class ValidationData:
-    """This rank's contiguous part of a dataset, in the order in which it is stored, in batches of up to ``batch`` samples.
+    """This rank's contiguous part of a dataset, as stored, in batches of up to ``batch`` samples.
 
-    The parts of all ranks together are the dataset, each sample once. Ranks may have different numbers of batches, or none.
+    The parts of all ranks together are the dataset, each sample once. Ranks may have different numbers of batches, or
+    none.
     """
 
     def __init__(self, dataset: Dataset, batch: int, rank: int, size: int, prefetch: int = 2) -> None:
@@ -132,7 +133,7 @@ class ValidationData:
 
     def __len__(self) -> int:
         """Batches of this rank."""
-        return -(-(self.part.stop - self.part.start) // self.batch)
+        return len(range(self.part.start, self.part.stop, self.batch))
 
     def __iter__(self) -> Iterator[Samples]:
         return prefetched(self._batches(), self.prefetch)

@@ -14,7 +14,7 @@ from hpctrain.data.random import Stream, generator
 from hpctrain.errors import HpctrainError, UserError
 
 Transform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
-"""transform(sample, rng) of one sample: a dict of its arrays, which it may change; rng depends on (seed, epoch, sample)."""
+"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample)."""
 
 
 def load(dataset: Dataset, transform: Transform | None, seed: int, epoch: int, ids: NDArray[np.int64]) -> Samples:

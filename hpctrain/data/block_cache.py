@@ -1,0 +1,39 @@
+"""Blocks of arrays that are slow to read, kept while there is room."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+class BlockCache:
+    """The blocks used last, up to ``limit_bytes`` of them together; safe with several threads."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self.blocks: OrderedDict[Hashable, NDArray[Any]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Hashable, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The block of this key, read where it is not here."""
+        with self.lock:
+            block = self.blocks.get(key)
+            if block is not None:
+                self.blocks.move_to_end(key)
+                return block
+        block = read()
+        with self.lock:
+            if key not in self.blocks:
+                self.blocks[key] = block
+                self.num_bytes += block.nbytes
+            while self.num_bytes > self.limit_bytes:
+                self.num_bytes -= self.blocks.popitem(last=False)[1].nbytes
+        return block
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockCache, (self.limit_bytes,)
