@@ -109,7 +109,7 @@ class ScheduleConfig:
         above("schedule.power", self.power, 0)
         above("schedule.step_factor", self.step_factor, 0)
         if self.kind == "step" and not self.step_epochs:
-            raise UserError("schedule.kind is step but schedule.step_epochs is empty", "name the epochs, such as [30, 60, 80]")
+            raise UserError("schedule.kind is step but schedule.step_epochs is empty", "name epochs, such as [30, 60]")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class DataConfig:
     """How samples are ordered and brought to the ranks."""
 
     shuffle: Literal["full", "block", "none"] = "full"
-    """full: a permutation of all samples each epoch; block: of blocks and within groups of them, for data beyond memory."""
+    """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does not
+    fit into memory."""
     block_samples: int = 1024
     """Samples of a block, for shuffle: block."""
     drop_last: bool = False
@@ -390,7 +391,8 @@ class Config:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise UserError(f"name is {self.name!r}", "use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+            fix = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            raise UserError(f"name is {self.name!r}", fix)
         if bool(self.task) == bool(self.launch.command):
             raise UserError(
                 "task and launch.command are " + ("both given" if self.task else "both missing"),

@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hpctrain.config import Config
+from hpctrain.config_reference import leaves
 from hpctrain.errors import UserError
 
 Lines = dict[str, int]
@@ -23,14 +24,18 @@ Lines = dict[str, int]
 class RunFileLoader(yaml.SafeLoader):
     """YAML with the scalars of version 1.2: ``off`` and ``01:30:00`` are text, ``1e-4`` is a number."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way; filled below)
 
 
 for _tag, _pattern, _first in [
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
 ]:
     _starts = [*_first.replace("\0", ""), *([""] if _tag == "null" else [])]
     RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _starts)
@@ -53,16 +58,22 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         UserError: no such file, not YAML, an unknown key, a wrong type or a value out of range.
     """
     text = _read(Path(path))
-    lines = _check_keys(text, str(path))
+    try:
+        lines = _check_keys(text, str(path))
+        sections = read_yaml(text)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        fix = "correct the line (indentation, quotes, colons)"
+        raise UserError(f"{path}{line} is not YAML: {error.problem}", fix) from error
     for word in overrides:
         lines.pop(_check_override(word), None)
-    return _parse(str(path), text, list(overrides), lines)
+    return _parse(str(path), sections, list(overrides), lines)
 
 
 def dump(config: Config) -> str:
     """The YAML text that ``load`` reads back to an equal Config."""
     values = _plain(dataclasses.asdict(config))
-    return yaml.dump(values, Dumper=RunFileDumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(values, Dumper=RunFileDumper, sort_keys=False, width=100)
 
 
 def read_yaml(text: str) -> Any:
@@ -90,14 +101,6 @@ def parser() -> Any:
     return made
 
 
-def reference() -> str:
-    """Every key with its type, default and meaning, in Markdown."""
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in _fields(Config, ""):
-        rows.append(f"| `{key}` | {kind} | {default} | {meaning} |".replace("||", "|"))
-    return "\n".join(rows) + "\n"
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -108,12 +111,8 @@ def _read(path: Path) -> str:
 
 
 def _check_keys(text: str, path: str) -> Lines:
-    """Lines of all keys; raises on bad YAML, on unknown keys and on keys that stand twice."""
-    try:
-        root = yaml.compose(text, Loader=RunFileLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line} is not YAML: {error.problem}", "correct the line (indentation, quotes, colons)") from error
+    """Lines of all keys; raises on unknown keys and on keys that stand twice."""
+    root = yaml.compose(text, Loader=RunFileLoader)
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys", "begin with name: and task:")
     lines: Lines = {}
@@ -131,12 +130,11 @@ def _walk(node: yaml.MappingNode, kind: type, prefix: str, path: str, lines: Lin
         if key in lines:
             raise UserError(f"{path}:{line}: {key!r} stands in line {lines[key]} already", "keep one of the two lines")
         lines[key] = line
-        section = types[key_node.value]
-        if not dataclasses.is_dataclass(section):
+        if not dataclasses.is_dataclass(types[key_node.value]):
             continue
         if not isinstance(value_node, yaml.MappingNode):
             raise UserError(f"{path}:{line}: {key} cannot be {value_node.value!r}", f"give {_type_of(key)}")
-        _walk(value_node, section, key + ".", path, lines)
+        _walk(value_node, types[key_node.value], key + ".", path, lines)
 
 
 def _check_override(word: str) -> str:
@@ -144,27 +142,26 @@ def _check_override(word: str) -> str:
     if not word.startswith("--"):
         return ""
     key = word[2:].split("=", 1)[0]
-    known = {name for name, *_ in _fields(Config, "")}
-    if key not in known | {name.split(".")[0] for name in known} and not key.startswith("task_args."):
+    known = leaves().keys() | {name.split(".")[0] for name in leaves()}
+    if key not in known and not key.startswith("task_args."):
         raise UserError(f"unknown option --{key}", _nearest(key, dashes="--"))
     return key
 
 
 def _nearest(key: str, dashes: str = "") -> str:
-    known = [name for name, *_ in _fields(Config, "")]
-    by_last = {name.rsplit(".", 1)[-1]: name for name in known}
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    close = close or [by_last[last] for last in difflib.get_close_matches(key.rsplit(".", 1)[-1], by_last, n=1, cutoff=0.6)]
+    known = list(leaves())
+    by_last = {name.split(".")[-1]: name for name in known}
+    close = difflib.get_close_matches(key, known, n=1)
+    close = close or [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
     return f"did you mean {dashes}{close[0]}?" if close else "docs/configuration.md lists all keys"
 
 
-def _parse(path: str, text: str, overrides: list[str], lines: Lines) -> Config:
+def _parse(path: str, sections: dict[str, Any], overrides: list[str], lines: Lines) -> Config:
     made = parser()
     try:
-        sections = read_yaml(text)
         task_args = sections.pop("task_args", None) or {}
         namespace = made.parse_args(overrides, namespace=made.parse_object(sections, defaults=True))
-        values = made.instantiate_classes(namespace).as_dict()
+        values = made.instantiate(namespace).as_dict()
         # The parser would read quoted text ("017") as a number once more: the file's arguments stay as they stand.
         return Config(**{**values, "task_args": {**task_args, **values["task_args"]}})
     except UserError as error:
@@ -185,53 +182,15 @@ def _readable(message: str, path: str, lines: Lines) -> UserError:
 
 
 def _type_of(key: str) -> str:
-    fields = list(_fields(Config, ""))
-    leaf = next((kind for name, kind, *_ in fields if name == key), "")
-    return leaf or f"a mapping with keys such as {next((name for name, *_ in fields if name.startswith(key + '.')), key)}"
+    known = leaves()
+    example = next((name for name in known if name.startswith(key + ".")), key)
+    return known[key].type if key in known else f"a mapping with keys such as {example}"
 
 
 def _place(message: str, path: str, lines: Lines) -> str:
     """``file:line: `` of the longest key that the message begins with."""
-    found = [key for key in lines if re.match(re.escape(key) + r"\b", message)]
+    found = [key for key in lines if re.match(re.escape(key) + r"(?![\w.])", message)]
     return f"{path}:{lines[max(found, key=len)]}: " if found else ""
-
-
-def _fields(kind: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, meaning) of every leaf."""
-    types = typing.get_type_hints(kind)
-    meanings = _attribute_docstrings(kind)
-    for entry in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(types[entry.name]):
-            yield from _fields(types[entry.name], f"{prefix}{entry.name}.")
-            continue
-        made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
-        default = "required" if made is dataclasses.MISSING else f"`{yaml.safe_dump(_plain(made)).split(chr(10))[0]}`"
-        yield prefix + entry.name, _type_name(types[entry.name]), default, meanings.get(entry.name, "")
-
-
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(map(str, typing.get_args(hint)))
-    plain = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
-    names = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
-    plain = plain.replace(" | None", "").replace("typing.Any", "any")
-    plain = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", plain)
-    plain = re.sub(r"dict\[str, (\w+)\]", "mapping", plain)
-    return re.sub(r"\b(str|int|float|bool)\b", lambda match: names[match.group(0)], plain)
-
-
-def _attribute_docstrings(kind: type) -> dict[str, str]:
-    """The string that follows each field in the class's source."""
-    import ast
-    import inspect
-    import textwrap
-
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
-    return {
-        first.target.id: " ".join(second.value.value.split())
-        for first, second in zip(body, body[1:], strict=False)
-        if isinstance(first, ast.AnnAssign) and isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
-    }
 
 
 def _plain(value: Any) -> Any:

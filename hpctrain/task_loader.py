@@ -65,7 +65,8 @@ def _module(name: str) -> Any:
 
 def _module_of_file(path: Path) -> Any:
     if not path.is_file():
-        raise UserError(f"task file {path} does not exist", "correct task: in the run file; paths start at the working directory")
+        fix = "correct task: in the run file; paths start at the working directory"
+        raise UserError(f"task file {path} does not exist", fix)
     name = path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -81,7 +82,8 @@ def _module_of_file(path: Path) -> Any:
 
 
 def _import_failed(name: str, error: Exception) -> UserError:
-    return UserError(f"task {name} fails to import: {type(error).__name__}: {error}", "install what is missing, or correct the import")
+    what = f"task {name} fails to import: {type(error).__name__}: {error}"
+    return UserError(what, "install what is missing, or correct the import")
 
 
 def _bind(function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], world: World) -> Callable[[], Any]:
