@@ -1,0 +1,75 @@
+"""Horovod's preconditions and settings, alike for both frameworks. Imports nothing of Horovod by itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+
+SETTINGS = {
+    "HOROVOD_CYCLE_TIME": "2.5",
+    # Dynamic fusion would let timing decide which tensors are added in one message, and so the order of additions.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+}
+"""Environment variables that Horovod reads when it starts; what the user has set stays."""
+BUILD = "run: hpctrain install-horovod"
+
+
+def load(framework: str) -> ModuleType:
+    """Imports ``horovod.torch`` or ``horovod.tensorflow`` and checks that it can work here.
+
+    Raises:
+        UserError: Horovod is missing, was built without this framework, cannot be loaded, or uses another MPI library than mpi4py.
+    """
+    name = f"horovod.{framework}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == "horovod":
+            raise UserError("Horovod is not installed", f"{BUILD}, or set reduce.kind: mpi") from error
+        raise UserError(f"{name} cannot be imported: {error}", f"{BUILD} --force") from error
+    except ImportError as error:
+        raise UserError(f"{name} cannot be loaded: {error}", f"{BUILD} --force, in this environment") from error
+    libraries = mpi_libraries(Path("/proc/self/maps").read_text())
+    if len(libraries) > 1:
+        raise UserError(
+            f"Horovod and mpi4py use different MPI libraries: {' and '.join(libraries)}",
+            f"{BUILD} --force with the mpicc of mpi4py's MPI on PATH, or set reduce.kind: mpi",
+        )
+    return module
+
+
+def available(framework: str) -> bool:
+    """Whether ``load`` would succeed."""
+    try:
+        load(framework)
+    except UserError:
+        return False
+    return True
+
+
+def mpi_libraries(maps: str) -> list[str]:
+    """The MPI libraries that a process has mapped, from the text of /proc/<pid>/maps."""
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6}
+    return sorted(path for path in paths if re.fullmatch(r"lib(mpi|mpich|mpi_\w+|mpi-\w+)\.so[.\d]*", Path(path).name) and "cxx" not in path)
+
+
+def start(module: ModuleType, group: Group) -> None:
+    """Starts Horovod's background thread on exactly the ranks of the group.
+
+    Raises:
+        UserError: Horovod sees other ranks than the group has.
+    """
+    for key, value in SETTINGS.items():
+        os.environ.setdefault(key, value)
+    module.init()
+    if (module.rank(), module.size()) != (group.rank, group.size):
+        raise UserError(
+            f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",
+            f"{BUILD} --force: it was built without MPI or for another one",
+        )

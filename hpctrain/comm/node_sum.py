@@ -1,0 +1,140 @@
+"""Sums over ranks through the memory they share.
+
+The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice of
+all buffers, always in rank order, and writes the sum back to all of them: reduce-scatter and allgather at the speed of
+memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up their slices
+by MPI in between, so that every rank's share of the network is used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from hpctrain.comm.buckets import slices
+from hpctrain.comm.group import Group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FOLDER = "/dev/shm"
+CHUNK = 32768
+"""Elements that are summed and written back at a time: small enough to stay in a core's own cache in between."""
+
+
+class NodeSum:
+    """Sums a flat buffer over the ranks of a group; see ``open_node_sum``."""
+
+    def __init__(
+        self, node: MPI.Comm, peers: MPI.Comm | None, memory: mmap.mmap, parts: Sequence[NDArray[Any]], mine: int
+    ) -> None:
+        self.node = node
+        self.peers = peers
+        self.memory = memory
+        self.parts = parts
+        self.slice = slices(len(parts[0]), len(parts))[mine]
+        self.buffer = parts[mine]
+        """This rank's values, then the sums; in shared memory."""
+
+    def start(self, begin: int, end: int) -> None:
+        """Nothing travels before ``finish``: while others compute, a copy would only slow them."""
+
+    def finish(self) -> None:
+        """Overwrites the buffers of all ranks with their sum."""
+        self.node.Barrier()
+        if self.peers:
+            self._sum_slice(write_back=False)
+            from mpi4py import MPI
+
+            self.peers.Allreduce(MPI.IN_PLACE, self.parts[0][self.slice])
+            for part in self.parts[1:]:
+                part[self.slice] = self.parts[0][self.slice]
+        else:
+            self._sum_slice(write_back=True)
+        self.node.Barrier()
+
+    def _sum_slice(self, write_back: bool) -> None:
+        first, *others = self.parts
+        for begin in range(self.slice.start, self.slice.stop, CHUNK):
+            chunk = slice(begin, min(begin + CHUNK, self.slice.stop))
+            total = first[chunk]
+            for other in others:
+                np.add(total, other[chunk], out=total)
+            if write_back:
+                for other in others:
+                    other[chunk] = total
+
+    def close(self) -> None:
+        """Frees the communicators; the memory goes with its last view."""
+        self.node.Free()
+        if self.peers:
+            self.peers.Free()
+
+
+def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32) -> NodeSum | None:
+    """Shared buffers of ``length`` elements for each rank of the group, or None, on every rank alike, where that cannot be.
+
+    It cannot where no two ranks share a node, where nodes hold different numbers of ranks, or where the shared memory is too
+    small or separate (containers).
+    """
+    if group.comm is None:
+        return None
+    from mpi4py import MPI
+
+    node = group.comm.Split_type(MPI.COMM_TYPE_SHARED, key=group.rank)
+    size, rank = node.Get_size(), node.Get_rank()
+    local_sizes = set(group.allgather(size, "compare the numbers of ranks on the nodes"))
+    if local_sizes == {1} or len(local_sizes) > 1:
+        node.Free()
+        return None
+    bytes_each = -(-length * np.dtype(dtype).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = _share(Group("node", node), bytes_each, rank)
+    if not all(group.allgather(memory is not None, "share memory")) or memory is None:
+        node.Free()
+        return None
+    parts = [np.frombuffer(memory, dtype, length, offset=part * bytes_each) for part in range(size)]
+    peers = group.comm.Split(color=rank, key=group.rank) if group.size > size else None
+    return NodeSum(node, peers, memory, parts, rank)
+
+
+def _share(node: Group, bytes_each: int, rank: int) -> mmap.mmap | None:
+    """Memory that all ranks of a node map. Each allocates its own part: it lies near its core, and a full /dev/shm shows here.
+
+    A file of our own rather than an MPI window: every MPI can do it, and too little space is an error, not a bus error later.
+    """
+    path = f"{FOLDER}/hpctrain-{secrets.token_hex(8)}"
+    handle = _allocate(path, os.O_CREAT | os.O_EXCL, 0, bytes_each) if rank == 0 else None
+    path = node.broadcast(path if handle is not None else None, "name the shared memory")
+    if path is not None and rank > 0:
+        handle = _allocate(path, 0, rank * bytes_each, bytes_each)
+    complete = all(node.allgather(handle is not None, "allocate shared memory"))
+    if path is not None and rank == 0:
+        os.unlink(path)  # the mappings keep it alive; nothing is left behind, however the ranks end
+    if handle is None:
+        return None
+    try:
+        return mmap.mmap(handle, node.size * bytes_each) if complete else None
+    finally:
+        os.close(handle)
+
+
+def _allocate(path: str, flags: int, offset: int, length: int) -> int | None:
+    """An open file with this range allocated, or None where that is not possible."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(handle, offset, length)
+    except OSError:
+        os.close(handle)
+        if offset == 0:
+            os.unlink(path)
+        return None
+    return handle
