@@ -1,0 +1,176 @@
+"""The format of a checkpoint as values: names, item types, tensors, shards, manifest. docs/checkpoints.md tells it in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpctrain.errors import RunFailed, UserError
+
+FORMAT = "hpctrain-checkpoint"
+VERSION = 1
+MANIFEST_FILE = "manifest.json"
+STEP_FOLDER = re.compile(r"step-(\d{9,18})")
+SHARD_FILE = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.h5")
+TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
+MAX_NAME = 1000
+MAX_DIMENSIONS = 32
+"""HDF5's own limit."""
+MAX_BYTES = 2**56
+"""Of a tensor or a shard: far beyond what exists, far below where sums overflow 64 bits."""
+
+NUMPY_NAMES = (
+    ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+    + ("float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
+)
+ITEM_TYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in NUMPY_NAMES}
+ITEM_TYPES["bfloat16"] = np.dtype("<u2")
+"""Item type in the file by logical name. HDF5 knows no bfloat16: its bits are stored as uint16."""
+
+
+class DamagedCheckpoint(RunFailed):
+    """A checkpoint is not what was once written; it must not be used."""
+
+    def __init__(self, what: str, fix: str = "use an older checkpoint; `hpctrain ckpt ls` shows what there is") -> None:
+        super().__init__(what, fix)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A named tensor of the state. Its first axis is counted in rows; a scalar is one row."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Key of ITEM_TYPES."""
+    rank: int | None = None
+    """The rank whose own it is; None where it is equal on all ranks."""
+
+    @property
+    def rows(self) -> int:
+        """Length of the first axis."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * ITEM_TYPES[self.dtype].itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells it from the other tensors of a checkpoint."""
+        return self.name, self.rank
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of a tensor that one shard holds: one contiguous HDF5 dataset, named as the tensor."""
+
+    tensor: TensorSpec
+    first_row: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dataset."""
+        return (self.rows, *self.tensor.shape[1:]) if self.tensor.shape else ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the dataset."""
+        return self.rows * self.tensor.row_bytes
+
+    @property
+    def whole(self) -> bool:
+        """The tensor is not split."""
+        return self.rows == self.tensor.rows
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A piece, where its bytes begin in the shard, and their CRC-32."""
+
+    piece: Piece
+    offset: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One HDF5 file: its size, the CRC-32 of all its bytes, and the pieces in it."""
+
+    file: str
+    num_bytes: int
+    crc32: int
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole checkpoint."""
+
+    step: int
+    ranks: int
+    """Ranks of the run that saved it."""
+    shards: tuple[Shard, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+    def tensors(self) -> dict[tuple[str, int | None], TensorSpec]:
+        """Every tensor once, by name and rank, in the order of the shards."""
+        return {stored.piece.tensor.key: stored.piece.tensor for shard in self.shards for stored in shard.pieces}
+
+
+def step_folder(step: int) -> str:
+    """Name of a committed checkpoint's folder."""
+    return f"step-{step:09d}"
+
+
+def shard_file(index: int, count: int) -> str:
+    """Name of a shard."""
+    return f"shard-{index:05d}-of-{count:05d}.h5"
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """Raises UserError unless one HDF5 file can hold these tensors under their names."""
+    datasets = {tensor.name for tensor in tensors}
+    if len(datasets) != len(tensors):
+        raise UserError("two tensors of the state have the same name", "give every tensor its own name")
+    for tensor in tensors:
+        problem = name_problem(tensor.name)
+        if tensor.dtype not in ITEM_TYPES:
+            problem = f"has the type {tensor.dtype}; a checkpoint holds {', '.join(ITEM_TYPES)}"
+        elif len(tensor.shape) > MAX_DIMENSIONS:
+            problem = f"has {len(tensor.shape)} dimensions; HDF5 holds {MAX_DIMENSIONS}"
+        parents = parents_of(tensor.name) & datasets
+        if parents:
+            problem = f"lies below {min(parents)}, which is a tensor itself"
+        if problem:
+            raise UserError(f"tensor {tensor.name!r} {problem}", "rename or convert it before it is saved")
+
+
+def name_problem(name: str) -> str | None:
+    """Why a name cannot be a dataset's path, or None."""
+    if not TENSOR_NAME.fullmatch(name) or len(name) > MAX_NAME or {".", ".."} & set(name.split("/")):
+        return f"is not a name: up to {MAX_NAME} printable characters, parts joined by '/'"
+    return None
+
+
+def parents_of(name: str) -> set[str]:
+    """The groups that a dataset's path goes through."""
+    parts = name.split("/")
+    return {"/".join(parts[:count]) for count in range(1, len(parts))}
