@@ -1,0 +1,95 @@
+"""Run a Python program on real MPI ranks of this machine, from a test."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
+_FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a program on ranks ended, with what all of them printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        """Standard output, then standard error."""
+        return self.stdout + self.stderr
+
+
+def find_mpirun() -> str | None:
+    """The mpirun of this environment, else the first one on PATH."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+
+
+@functools.cache
+def is_open_mpi(mpirun: str) -> bool:
+    """Whether this mpirun is Open MPI's, whose options differ from MPICH's."""
+    return "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+
+
+def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment for ranks: one thread each, quiet, nothing inherited from a launcher around the tests."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FRESH)}
+    env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    return env | dict(extra or {})
+
+
+def run_in_group(command: list[str], env: Mapping[str, str], cwd: Path | None, timeout: float) -> Result:
+    """Run a command in its own session; at the time limit end all of it and raise AssertionError with its output."""
+    child = subprocess.Popen(
+        command, env=dict(env), cwd=cwd, text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        stdout, stderr = child.communicate(timeout=timeout)
+    except BaseException as error:
+        stdout, stderr = _end(child)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise AssertionError(f"no end after {timeout:g} s: {' '.join(command)}\n{stdout}{stderr}") from None
+    return Result(child.returncode, stdout, stderr)
+
+
+def mpirun(
+    ranks: int,
+    program: Path | str,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 120,
+    check: bool = True,
+) -> Result:
+    """Run a Python file (Path) or module (str) on `ranks` ranks; with check, fail the test unless all exit with 0."""
+    launcher = find_mpirun()
+    assert launcher, "no mpirun beside this Python or on PATH"
+    options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else ["-bind-to", "none"]
+    target = [str(program)] if isinstance(program, Path) else ["-m", program]
+    command = [launcher, *options, "-n", str(ranks), sys.executable, *target, *map(str, args)]
+    result = run_in_group(command, rank_environment(env), cwd, timeout)
+    assert not check or result.returncode == 0, f"exit {result.returncode}: {' '.join(command)}\n{result.output}"
+    return result
+
+
+def _end(child: subprocess.Popen[str]) -> tuple[str, str]:
+    for number in (signal.SIGTERM, signal.SIGKILL):  # mpirun takes its ranks with it on TERM
+        try:
+            os.killpg(child.pid, number)
+            return child.communicate(timeout=10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+    return child.communicate()
