@@ -1,0 +1,102 @@
+"""From a run file to objects: the one place that knows which class implements what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.comm.world import World
+from hpctrain.config import Config
+from hpctrain.data import open_dataset
+from hpctrain.data.dataset import Dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.task import Task, TorchTask
+from hpctrain.task_loader import load_task
+from hpctrain.train.clock import StepClock
+from hpctrain.train.framework import Framework
+from hpctrain.train.hooks import Hook
+from hpctrain.train.loop import Trainer
+from hpctrain.train.plan import global_batch, make_plan
+from hpctrain.train.schedule import make_schedule
+from hpctrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a task is made of, on this rank. Making it needs no other rank, so that each can fail by itself."""
+
+    task: Task
+    train: Dataset
+    validation: Dataset | None
+    order: Order
+    """Of the training samples, over all ranks."""
+
+
+def make_problem(config: Config, world: World) -> Problem:
+    """Calls the user's task function and opens its data.
+
+    Raises:
+        UserError: the task or its data cannot be had; see ``load_task`` and ``open_dataset``.
+    """
+    task = load_task(config.task, config.task_args, world, config.seed)
+    train = open_dataset(task.train)
+    data = config.data
+    order = Order(
+        length=len(train),
+        global_batch=global_batch(config.train, world.data.size),
+        seed=config.seed,
+        shuffle=data.shuffle,
+        block_samples=data.block_samples,
+        drop_last=data.drop_last,
+    )
+    return Problem(task, train, None if task.validation is None else open_dataset(task.validation), order)
+
+
+def make_framework(config: Config, world: World, task: Task, clock: StepClock) -> Framework:
+    """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights."""
+    if isinstance(task, TorchTask):
+        from hpctrain.frameworks.torch import TorchFramework
+
+        return TorchFramework(task, world, config, clock)
+    from hpctrain.frameworks.tensorflow import KerasFramework
+
+    return KerasFramework(task, world, config, clock)
+
+
+def make_validation(config: Config, world: World, dataset: Dataset) -> ValidationData:
+    """This rank's part of a dataset, in batches as large as one rank's micro-batches."""
+    group = world.data
+    share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
+    return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches)
+
+
+def make_trainer(
+    config: Config, world: World, problem: Problem, framework: Framework, clock: StepClock, hooks: Sequence[Hook]
+) -> Trainer:
+    """Puts the pieces together; touches neither files nor other ranks."""
+    group, order, validation = world.data, problem.order, problem.validation
+    plan = make_plan(config.train, order.batches_per_epoch)
+    return Trainer(
+        world=world,
+        framework=framework,
+        data=TrainingData(
+            problem.train,
+            order,
+            group.rank,
+            group.size,
+            accumulate=config.train.accumulate,
+            prefetch=config.data.prefetch_batches,
+            workers=config.data.workers,
+            transform=problem.task.transform,
+            seed=config.seed,
+        ),
+        validation=None if validation is None else make_validation(config, world, validation),
+        schedule=make_schedule(
+            config.schedule, order.global_batch, group.size, plan.total_steps, order.batches_per_epoch
+        ),
+        plan=plan,
+        clock=clock,
+        hooks=hooks,
+        state=TrainState(),
+    )
