@@ -1,0 +1,153 @@
+"""Slurm's commands: the only place that runs them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import RunFailed, UserError
+
+TIMEOUT_S = 60
+"""A controller under load answers within a minute or not at all."""
+
+SEPARATOR = "|"
+QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%r", "%M", "%L", "%l", "%N", "%S")
+ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimit", "NodeList", "Start")
+
+
+@dataclass(frozen=True)
+class QueueEntry:
+    """One job, or one element of an array, as Slurm knows it."""
+
+    id: str
+    """123, or 120_4 for element 4 of array 120."""
+    state: str
+    """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, OUT_OF_MEMORY ..."""
+    reason: str
+    """Why it waits, or ended."""
+    elapsed: str
+    left: str
+    limit: str
+    nodes: str
+    start: str
+
+
+def find(program: str) -> str:
+    """Path of one of Slurm's commands; raises UserError where there is none."""
+    path = shutil.which(program)
+    if path is None:
+        raise UserError(
+            f"Slurm's {program} is not on PATH",
+            "run this on a login node of the cluster; hpctrain render and hpctrain run need no Slurm",
+        )
+    return path
+
+
+def run(words: Sequence[str], stdin: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
+    """Runs one command and returns what it prints; raises RunFailed with Slurm's own words."""
+    command = [find(words[0]), *words[1:]]
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when Slurm answers") from error
+    if done.returncode:
+        message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise RunFailed(f"{words[0]} refused: {message}", _advice(message))
+    return done.stdout
+
+
+def submit(script: Path, options: Sequence[str] = (), test_only: bool = False) -> str:
+    """Submits a script and returns the job id; with ``test_only`` what Slurm says about it."""
+    if test_only:
+        done = subprocess.run([find("sbatch"), "--test-only", *options, str(script)], capture_output=True, text=True, check=False)
+        return " ".join((done.stderr or done.stdout).split())
+    return run(["sbatch", "--parsable", *options, str(script)]).strip().split(";")[0]
+
+
+def queue(ids: Sequence[str]) -> list[QueueEntry]:
+    """What the queue knows of these jobs; those it has forgotten are missing."""
+    if not ids:
+        return []
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}"]
+    try:
+        text = run([*words, f"--format={SEPARATOR.join(QUEUE_FIELDS)}"])
+    except RunFailed as error:
+        if "invalid job id" in error.what.lower():
+            return []
+        raise
+    return [parse_queue(line) for line in text.splitlines() if line.strip()]
+
+
+def parse_queue(line: str) -> QueueEntry:
+    """One line of squeue in our format."""
+    job, array, task, state, reason, elapsed, left, limit, nodes, start = line.strip().split(SEPARATOR)
+    name = f"{array}_{task}" if task not in ("N/A", "") else job
+    return QueueEntry(name, state, "" if reason == "None" else reason, elapsed, left, limit, nodes, start)
+
+
+def accounted(ids: Sequence[str]) -> list[QueueEntry]:
+    """What accounting remembers of these jobs; nothing where the site has none."""
+    if not ids or shutil.which("sacct") is None:
+        return []
+    words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(ids)}"]
+    try:
+        text = run([*words, f"--format={','.join(ACCOUNT_FIELDS)}"])
+    except RunFailed:
+        return []
+    entries = []
+    for line in text.splitlines():
+        job, _, state, code, elapsed, limit, nodes, start = line.split("|")
+        reason = "" if code == "0:0" else f"exit code {code}"
+        entries.append(QueueEntry(job, state.split()[0] if state else "", reason, elapsed, "", limit, nodes, start))
+    return entries
+
+
+def cancel(ids: Sequence[str], pending_only: bool = False) -> None:
+    """Ends jobs; those that are over already are no error."""
+    run(["scancel", *(["--state=PENDING"] if pending_only else []), *ids])
+
+
+def requeue(job: str) -> None:
+    """Puts a running job back into the queue, which ends it here."""
+    run(["scontrol", "requeue", job])
+
+
+def hosts(nodelist: str) -> list[str]:
+    """Host names of Slurm's compact notation: n[1-2] -> n1, n2."""
+    return run(["scontrol", "show", "hostnames", nodelist]).split()
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """Fields of ``scontrol show job``; empty when the job is purged."""
+    try:
+        text = run(["scontrol", "--oneliner", "show", "job", job])
+    except RunFailed:
+        return {}
+    return dict(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text))
+
+
+def mpi_types() -> list[str]:
+    """What ``srun --mpi`` takes here."""
+    done = subprocess.run([find("srun"), "--mpi=list"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return re.findall(r"^\s*(?:srun:\s+)?(\w+)$", done.stdout + done.stderr, re.MULTILINE)
+
+
+def _advice(message: str) -> str:
+    """What to do about the refusals that people meet first."""
+    table = {
+        "invalid account": "set launch.slurm.account to one that sacctmgr show assoc user=$USER lists",
+        "invalid partition": "set launch.slurm.partition to one that sinfo lists",
+        "invalid qos": "set launch.slurm.qos to one that sacctmgr show qos lists",
+        "time limit": "lower launch.slurm.time to what sinfo shows as the partition's limit; runs go on by requeue",
+        "node configuration is not available": "lower launch.nodes, ranks_per_node, slurm.memory or gpus_per_node",
+        "invalid generic resource": "check launch.slurm.gpu_type and gpu_request against sinfo -o '%P %G'",
+        "invalid feature": "set launch.slurm.constraint to features that sinfo -o '%P %f' lists",
+        "memory specification": "change launch.slurm.memory, or skip --mem where the site forbids it",
+        "unable to contact": "Slurm's controller is down or unreachable: try again, or ask the site",
+        "invalid job id": "hpctrain status names the run's jobs",
+    }
+    return next((fix for key, fix in table.items() if key in message.lower()), "hpctrain doctor checks the site; sbatch's manual explains the message")

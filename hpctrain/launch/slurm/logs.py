@@ -1,0 +1,72 @@
+"""Logs of a run: which files there are, which of them says first what went wrong, and following one."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.run_dir import RunDir
+
+NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
+ERROR = re.compile(r"Traceback|\b\w*Error\b|^hpctrain: |Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Log:
+    """One log file: of a rank in an attempt, or of a job's script and supervisor (rank 'job')."""
+
+    path: Path
+    job: str
+    attempt: int
+    rank: str
+
+
+def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> list[Log]:
+    """Logs by attempt and rank; all attempts where none is named and no rank either, else the last one."""
+    found = []
+    for path in run.logs.glob("*.out"):
+        if match := NAME.fullmatch(path.name):
+            found.append(Log(path, match["job"], int(match["attempt"]), match["rank"]))
+        elif match := re.fullmatch(r"slurm-(.+)\.out", path.name):
+            found.append(Log(path, match[1], 0, "job"))
+    if rank is not None:
+        found = [log for log in found if log.rank == rank]
+    if attempt is None:
+        attempt = max((log.attempt for log in found), default=0)
+    found = [log for log in found if log.attempt in (attempt, 0)]
+    return sorted(found, key=lambda log: (log.attempt, not log.rank.isdigit(), log.rank.zfill(9)))
+
+
+def first_error(logs: Sequence[Log], words: dict[str, object] | None = None) -> tuple[Log, str] | None:
+    """The log that fell silent first among those that show an error, and its lines from the error on."""
+    candidates = []
+    for log in logs:
+        text = log.path.read_text(errors="replace")
+        if match := ERROR.search(text):
+            start = text.rfind("\n", 0, match.start()) + 1
+            candidates.append((log.rank == "job", log.path.stat().st_mtime, log, text[start : start + 4000]))
+    if not candidates:
+        return None
+    _, _, log, text = min(candidates, key=lambda each: each[:2])
+    return log, text
+
+
+def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5) -> Iterator[str]:
+    """Text as it is appended, until ``over`` and nothing more comes; waits for the file to appear."""
+    position = 0
+    while True:
+        ended = over()
+        if path.exists():
+            with open(path, errors="replace") as file:
+                file.seek(position)
+                text = file.read()
+                position = file.tell()
+            if text:
+                yield text
+                continue
+        if ended:
+            return
+        time.sleep(pause_s)

@@ -1,0 +1,155 @@
+"""Copies to node-local scratch, once a node: ``python -m hpctrain.launch.slurm.stage FOLDER SOURCE...``.
+
+Each file is hashed while it is read and again from its copy. A copy that an earlier attempt of the job left is used
+again if its record still matches the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, RunFailed, UserError
+
+BLOCK_BYTES = 8 * 2**20
+RECORD = ".hpctrain-staged.json"
+
+
+def main() -> int:
+    """Stages on this node."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("sources", type=Path, nargs="*")
+    parser.add_argument("--unpack", type=Path, help="tar file of a Python environment")
+    args = parser.parse_args()
+    try:
+        stage(args.folder, {source: target(args.folder, source) for source in args.sources})
+        if args.unpack:
+            unpack(args.unpack, args.folder / "environment")
+    except HpctrainError as error:
+        print(f"hpctrain: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def target(folder: Path, source: Path) -> Path:
+    """Where a source goes; sources of the same name get different folders."""
+    return folder / hashlib.sha256(str(source).encode()).hexdigest()[:8] / source.name
+
+
+def staged_values(values: Any, targets: Mapping[str, str]) -> Any:
+    """Arguments of a task with each path that was staged replaced by that of its copy; pure."""
+    if isinstance(values, dict):
+        return {key: staged_values(value, targets) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [staged_values(value, targets) for value in values]
+    return targets.get(values, values) if isinstance(values, str) else values
+
+
+def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
+    """Copies sources that are not there yet.
+
+    Raises:
+        UserError: a source is missing, or does not fit.
+        RunFailed: a copy differs from its source.
+    """
+    record = _record(folder)
+    files = [pair for source, copy in targets.items() for pair in _files(source, copy)]
+    todo = [(source, copy) for source, copy in files if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)]
+    _check_room(folder, sum(source.stat().st_size for source, _ in todo))
+    for source, copy in todo:
+        _copy(source, copy)
+        record[str(copy)] = _stamp(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD).write_text(json.dumps(record))
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a Python environment, unless this very one is there."""
+    record = folder / RECORD
+    stamp = json.dumps(_stamp(archive))
+    if record.exists() and record.read_text() == stamp:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    _check_room(folder.parent, archive.stat().st_size)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="fully_trusted")  # noqa: S202 (written by `pack`; links leave the folder: base Python)
+    record.write_text(stamp)
+
+
+def pack(prefix: Path, archive: Path) -> None:
+    """One file of a Python environment, made once: nodes then read one large file, not a hundred thousand small ones."""
+    if archive.exists() and archive.stat().st_mtime > (prefix / "pyvenv.cfg").stat().st_mtime:
+        return
+    temporary = archive.with_suffix(f".{os.getpid()}")
+    with tarfile.open(temporary, "w") as tar:
+        tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
+    os.replace(temporary, archive)
+
+
+def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
+    if source.is_dir():
+        return [(path, copy / path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
+    if not source.is_file():
+        raise UserError(f"launch.stage_in names {source}, which {socket.gethostname()} does not see", "correct the path, or put the file where all nodes see it")
+    return [(source, copy)]
+
+
+def _copy(source: Path, copy: Path) -> None:
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
+    read, written = hashlib.sha256(), hashlib.sha256()
+    try:
+        with open(source, "rb") as reader, open(temporary, "wb") as writer:
+            while block := reader.read(BLOCK_BYTES):
+                read.update(block)
+                writer.write(block)
+        with open(temporary, "rb") as reader:
+            while block := reader.read(BLOCK_BYTES):
+                written.update(block)
+        if read.digest() != written.digest():
+            raise RunFailed(f"{copy} on {socket.gethostname()} differs from what was written", f"exclude {socket.gethostname()}: its disk is broken")
+        os.replace(temporary, copy)
+    except OSError as error:
+        raise UserError(f"cannot stage {source} on {socket.gethostname()}: {error.strerror}", "name a folder with room in launch.slurm.scratch") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check_room(folder: Path, wanted: int) -> None:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if wanted > free:
+        raise UserError(
+            f"scratch {existing} on {socket.gethostname()} has {free / 1e9:.1f} GB free, {wanted / 1e9:.1f} GB are needed",
+            "stage less, or name another folder in launch.slurm.scratch",
+        )
+
+
+def _stamp(source: Path) -> list[int]:
+    status = source.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _same_size(source: Path, copy: Path) -> bool:
+    return copy.exists() and copy.stat().st_size == source.stat().st_size
+
+
+def _record(folder: Path) -> dict[str, list[int]]:
+    try:
+        return dict(json.loads((folder / RECORD).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Where a run stands: what Slurm says of its jobs beside what the run folder knows. Neither is guessed from the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.slurm import client
+from hpctrain.launch.slurm.submission import ALIVE, submissions
+from hpctrain.run_dir import RunDir
+
+UNKNOWN = "UNKNOWN"
+"""Neither the queue nor accounting knows the job any more: it may have ended in any way."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the run folder knows."""
+
+    attempt: int | None
+    step: int | None
+    steps: int | None
+    """Steps of the whole run, where the run has said so."""
+    checkpoint: int | None
+    """Step of the newest checkpoint."""
+    loss: float | None
+    samples_per_s: float | None
+    left_s: float | None
+    """Seconds to the end of the run at the last measured rate."""
+    silent_s: float | None
+    """Seconds since the last event."""
+    straggler: str | None
+    ended: str | None
+    """How the last attempt ended, where it said so."""
+    stop_requested_by: str | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run: an array has one for each element."""
+
+    run: str
+    job: str | None
+    state: str
+    """Slurm's word, UNKNOWN for a purged job, or 'not submitted'."""
+    reason: str
+    nodes: str
+    elapsed: str
+    time_left: str
+    progress: Progress
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def of_run(run: RunDir) -> RunStatus:
+    """The status of one run folder, from its newest job."""
+    jobs = [each.job for each in submissions(run)]
+    entry = newest(jobs)
+    return RunStatus(
+        run=str(run.path),
+        job=jobs[-1] if jobs and entry is None else entry.id if entry else None,
+        state=entry.state if entry else UNKNOWN if jobs else "not submitted",
+        reason=entry.reason if entry else "the queue has forgotten the job" if jobs else "",
+        nodes=entry.nodes if entry else "",
+        elapsed=entry.elapsed if entry else "",
+        time_left=entry.left if entry else "",
+        progress=progress(run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time()),
+    )
+
+
+def newest(jobs: Sequence[str]) -> client.QueueEntry | None:
+    """Of a run's jobs the one that is alive, else the last one that Slurm knows."""
+    known = {entry.id: entry for entry in (client.queue(jobs) or client.accounted(jobs[-1:]))}
+    found = [known[job] for job in jobs if job in known]
+    return next((entry for entry in found if entry.state in ALIVE), found[-1] if found else None)
+
+
+def progress(
+    events: Sequence[Mapping[str, Any]], info: Mapping[str, Any], checkpoint: int | None, stop_by: str | None, now: float
+) -> Progress:
+    """What events and run.json say; pure."""
+    attempts = info.get("attempts", [])
+    train = _last(events, "train")
+    started = _last(events, "run_started")
+    steps = started.get("total_steps")
+    rate = train["step"] / train["seconds_total"] if train.get("seconds_total") else _step_rate(events)
+    step = train.get("step", _last(events, "resumed").get("step"))
+    left = (steps - step) / rate if steps and step is not None and rate else None
+    slow = _last(events, "straggler")
+    return Progress(
+        attempt=attempts[-1]["attempt"] if attempts else None,
+        step=step,
+        steps=steps,
+        checkpoint=checkpoint,
+        loss=train.get("loss"),
+        samples_per_s=train.get("samples_per_s"),
+        left_s=left,
+        silent_s=now - events[-1]["time"] if events else None,
+        straggler=_straggler(slow) if slow and slow.get("state") not in ("recovered", "ended") else None,
+        ended=_ending(attempts[-1]) if attempts else None,
+        stop_requested_by=stop_by,
+    )
+
+
+def _last(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    return next((event for event in reversed(events) if event["event"] == name), {})
+
+
+def _step_rate(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Steps a second between the last two reports of one attempt."""
+    train = [event for event in events if event["event"] == "train"][-2:]
+    if len(train) < 2 or train[0]["attempt"] != train[1]["attempt"] or train[1]["time"] <= train[0]["time"]:
+        return None
+    return float((train[1]["step"] - train[0]["step"]) / (train[1]["time"] - train[0]["time"]))
+
+
+def _straggler(event: Mapping[str, Any]) -> str:
+    return f"rank {event['rank']} on {event['host']}: {event['cause']}, {event['slowdown']:.1f}x"
+
+
+def _ending(attempt: Mapping[str, Any]) -> str | None:
+    if "ended" not in attempt:
+        return None
+    return str(attempt.get("reason") or attempt.get("decision") or "ended")
+
+
+def lines(statuses: Sequence[RunStatus]) -> list[str]:
+    """A short paragraph for each run."""
+    text = []
+    for status in statuses:
+        made = status.progress
+        text.append(f"{status.run}")
+        job = f"job {status.job} {status.state}" if status.job else status.state
+        text.append("  " + _join([job, status.reason, status.nodes, _pair(status.elapsed, "elapsed"), _pair(status.time_left, "left")]))
+        done = f"step {made.step}" + (f" of {made.steps}" if made.steps else "") if made.step is not None else "no step yet"
+        rate = f"{made.samples_per_s:.4g} samples/s" if made.samples_per_s else ""
+        ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not made.ended else ""
+        saved = f"checkpoint at {made.checkpoint}" if made.checkpoint is not None else ""
+        text.append("  " + _join([f"attempt {made.attempt}" if made.attempt else "no attempt yet", done, rate, ahead, saved]))
+        if made.ended:
+            text.append(f"  last attempt: {made.ended}")
+        if made.straggler:
+            text.append(f"  slow: {made.straggler}")
+        if made.stop_requested_by:
+            text.append(f"  asked to stop by {made.stop_requested_by}")
+    return text
+
+
+def duration(seconds: float) -> str:
+    """1:02:03."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def _join(parts: Sequence[str]) -> str:
+    return " · ".join(part for part in parts if part and part != "N/A")
+
+
+def _pair(value: str, name: str) -> str:
+    return f"{value} {name}" if value and value not in ("INVALID", "N/A", "NOT_SET") else ""
+
+
+def safe_of_run(run: RunDir) -> RunStatus:
+    """``of_run``; where Slurm does not answer, what the run folder knows."""
+    try:
+        return of_run(run)
+    except HpctrainError as error:
+        made = progress(run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time())
+        jobs = submissions(run)
+        return RunStatus(str(run.path), jobs[-1].job if jobs else None, UNKNOWN, error.what, "", "", "", made)

@@ -1,0 +1,205 @@
+"""From a run file to a job in the queue: the run folder, the script in it, and a record of what was submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.config import Config
+from hpctrain.config_file import dump, load
+from hpctrain.errors import UserError
+from hpctrain.launch.slurm import client, profile
+from hpctrain.launch.slurm.render import job_script, portable_script, render, signal_seconds
+from hpctrain.run_dir import RunDir, write_atomically
+
+ALIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"}
+"""States of jobs that may still act on the run folder."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is ready to be submitted; nothing has been written yet."""
+
+    config: Config
+    run: RunDir
+    script: str
+    elements: tuple[Config, ...] = ()
+    """Runs of an array; each has its own folder below the array's."""
+
+    @property
+    def script_file(self) -> Path:
+        """The script's place in the run folder."""
+        return self.run.path / "job.sbatch"
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """One line of jobs.jsonl."""
+
+    job: str
+    time: float
+    cwd: str
+    """Folder that the job starts in: relative paths of the task are meant from there."""
+    chain: int = 0
+    """Place in a chain of jobs that follow each other."""
+
+
+def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
+    """The configuration and folder behind a run file or a run folder."""
+    path = Path(target)
+    config = load(path / "run.yaml" if path.is_dir() else path, overrides)
+    return config, RunDir(path.absolute()) if path.is_dir() and not config.run_dir else RunDir.for_config(config)
+
+
+def plan(config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1) -> Plan:
+    """Everything that a submission needs, checked; pure but for reading profiles, the run file and old events.
+
+    Args:
+        config: as loaded.
+        run: its folder.
+        array: override words of each element of a job array.
+        at_once: elements that may run at the same time.
+        chain: jobs that follow each other; more than one does not requeue.
+    """
+    config = settle(config, run)
+    if chain > 1:
+        slurm = dataclasses.replace(config.launch.slurm, requeue=False)
+        config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
+    elements = tuple(_element(config, run, index, words) for index, words in enumerate(array))
+    indices = f"0-{len(array) - 1}" + (f"%{at_once}" if at_once else "") if array else None
+    job = job_script(config, run.path if array else run.run_yaml, run.logs, own_bin(), signal_s(config, run), indices)
+    return Plan(config, run, render(job), elements)
+
+
+def settle(config: Config, run: RunDir) -> Config:
+    """The configuration that the job reads: profiles applied, paths absolute, so that it means the same anywhere."""
+    module, colon, function = config.task.partition(":")
+    task = f"{Path(module).absolute()}{colon}{function}" if module.endswith(".py") else config.task
+    return dataclasses.replace(config, task=task, run_dir=str(run.path), launch=profile.resolve(config.launch))
+
+
+def portable(config: Config) -> str:
+    """A script for any run file with the same resources."""
+    launch = profile.resolve(config.launch)
+    return render(portable_script(dataclasses.replace(config, launch=launch), signal_seconds(launch)))
+
+
+def signal_s(config: Config, run: RunDir) -> int:
+    """The stop signal's lead, from what earlier attempts of this run measured."""
+    events = run.read_events() if run.events.exists() else []
+    steps = [event["longest_step_s"] for event in events if event["event"] == "train" and "longest_step_s" in event]
+    steps = steps or [event["step_s"] for event in events if event["event"] == "train" and "step_s" in event]
+    saves = [event["stall_s"] + event["write_s"] for event in events if event["event"] == "checkpoint_saved"]
+    return signal_seconds(config.launch, max(steps, default=None), max(saves, default=None))
+
+
+def own_bin() -> Path:
+    """Folder of the running Python environment's programs."""
+    return Path(sys.executable).parent.absolute()
+
+
+def write(planned: Plan) -> None:
+    """Makes the run folder with what the job will read."""
+    planned.run.create()
+    write_atomically(planned.script_file, planned.script.encode())
+    if not planned.elements:
+        write_atomically(planned.run.run_yaml, dump(planned.config).encode())
+        return
+    for config in planned.elements:
+        element = RunDir.for_config(config)
+        element.create()
+        write_atomically(element.run_yaml, dump(config).encode())
+    write_atomically(planned.run.run_yaml, dump(planned.config).encode())
+
+
+def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None) -> list[str]:
+    """Submits a written plan; the job ids.
+
+    Args:
+        planned: what ``write`` has put into the run folder.
+        options: more options of sbatch, such as a dependency.
+        chain: jobs that follow each other, each going on where the last one stopped.
+        cwd: folder that the job starts in; by default this one.
+    """
+    cwd = cwd or os.getcwd()
+    ids: list[str] = []
+    for place in range(chain):
+        after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else list(options)
+        ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *after]))
+        record(planned.run, Submitted(ids[-1], time.time(), cwd, place))
+        for index, config in enumerate(planned.elements):
+            record(RunDir.for_config(config), Submitted(f"{ids[-1]}_{index}", time.time(), cwd))
+    return ids
+
+
+def record(run: RunDir, submitted: Submitted) -> None:
+    """Appends to jobs.jsonl."""
+    with open(run.path / "jobs.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(submitted)) + "\n")
+
+
+def submissions(run: RunDir) -> list[Submitted]:
+    """All jobs of a run, oldest first."""
+    try:
+        lines = (run.path / "jobs.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    return [Submitted(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def alive(run: RunDir) -> list[client.QueueEntry]:
+    """Jobs of the run that wait or run."""
+    return [entry for entry in client.queue([each.job for each in submissions(run)]) if entry.state in ALIVE]
+
+
+def refuse_second(run: RunDir) -> None:
+    """Two jobs must not write one run folder."""
+    for entry in alive(run):
+        raise UserError(
+            f"job {entry.id} of {run.path} is {entry.state} already",
+            "wait for it, end it with hpctrain cancel, or give the new run another name",
+        )
+
+
+def sweep(words: Sequence[str]) -> list[list[str]]:
+    """Override words of each element of an array.
+
+    Args:
+        words: files with one line of options an element (``--seed 3 --train.epochs 10``), or ``key=v1,v2,v3``; several
+            of the latter make all combinations.
+    """
+    axes, elements = [], []
+    for word in words:
+        key, equals, values = word.partition("=")
+        if equals and not Path(word).exists():
+            axes.append([[f"--{key.lstrip('-')}={value}"] for value in values.split(",")])
+            continue
+        try:
+            lines = Path(word).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise UserError(f"--array {word}: {error.strerror}", "give a file of options, or key=value,value") from error
+        elements += [shlex.split(line, comments=True) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if axes:
+        elements += [list(itertools.chain.from_iterable(point)) for point in itertools.product(*axes)]
+    if words and not elements:
+        raise UserError("--array names no elements", "give a file with one line of options an element")
+    return elements
+
+
+def _element(config: Config, run: RunDir, index: int, words: Sequence[str]) -> Config:
+    """The run of one element: the array's configuration with its own options, name and folder."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump(config))
+        file.flush()
+        changed = load(file.name, words)
+    return dataclasses.replace(changed, name=f"{config.name}-{index}", run_dir=str(run.path / str(index)))
