@@ -1,0 +1,102 @@
+"""Imports flow down, and each heavy library is imported in one kind of file only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hpctrain"
+
+ROOMS = {
+    "errors": set(),
+    "config": {"errors"},
+    "task": set(),
+    "events": {"errors"},
+    "run_dir": {"errors", "config", "events"},
+    "data": {"errors", "config"},
+    "comm": {"errors", "config"},
+    "train": {"errors", "config", "comm", "data"},
+    "frameworks": {"errors", "config", "comm", "data", "train", "task"},
+    "checkpoint": {"errors", "config", "config_file", "comm", "data", "train", "run_dir", "events"},
+    "monitor": {"errors", "config", "config_file", "comm", "train", "run_dir", "events", "launch"},
+    "launch": {"errors", "config", "config_file", "comm", "train", "run_dir", "events", "resources", "monitor"},
+    "track": {"errors", "config", "comm", "train", "run_dir", "events", "report"},
+    "report": {"errors", "config", "config_file", "run_dir", "events", "resources", "monitor"},
+}
+"""What each room may import besides itself; rooms that are not named here (the command line, build) may import all."""
+
+HEAVY = {
+    "torch": lambda path: path.name.startswith("torch"),
+    "tensorflow": lambda path: path.name.startswith("tensorflow"),
+    "keras": lambda path: path.name.startswith("tensorflow"),
+    "horovod": lambda path: path.parent.name == "comm" or path.name.startswith(("doctor", "install_horovod")),
+}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules that a file imports at run time, wherever the statement stands; not those for type checkers only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hidden = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+            if node.module == "hpctrain":
+                yield from (f"hpctrain.{alias.name}" for alias in node.names)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_flow_down(room: str) -> None:
+    allowed = ROOMS[room] | {room}
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in FILES
+        if room_of(path) == room and path.name != "commands.py"
+        for module in imports(path)
+        if module.startswith("hpctrain.") and module.split(".")[1] not in allowed | {"__version__"}
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_heavy_libraries_stay_in_their_files(library: str) -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in FILES
+        for module in imports(path)
+        if module.split(".")[0] == library and not HEAVY[library](path)
+    ]
+    assert not wrong
+
+
+def test_the_command_line_loads_no_framework_and_no_mpi() -> None:
+    program = (
+        "import sys, importlib; from hpctrain.cli import COMMANDS\n"
+        "for command in COMMANDS.values(): importlib.import_module(command.module)\n"
+        "heavy = {'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py', 'matplotlib', 'mlflow', 'pyarrow'}\n"
+        "print(*sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
