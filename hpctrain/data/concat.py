@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, content_fingerprint
+from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
 
 
@@ -43,12 +44,7 @@ def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
     for part, name in zip(parts, names, strict=True):
         if dict(part.fields) != dict(parts[0].fields):
             raise UserError(
-                f"{name} holds {layout(part)} but {names[0]} holds {layout(parts[0])}",
+                f"{name} holds {layout(part.fields)} but {names[0]} holds {layout(parts[0].fields)}",
                 "give files with the same arrays, shapes and dtypes, or name common ones with fields=(...)",
             )
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
-
-
-def layout(dataset: Dataset) -> str:
-    """The fields as a person writes them."""
-    return ", ".join(f"{name} {field.dtype}{list(field.shape)}" for name, field in dataset.fields.items())

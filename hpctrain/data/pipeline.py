@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.order import Order, part_of
 from hpctrain.data.prefetch import prefetched
 from hpctrain.data.transform import Transform, load
+from hpctrain.data.workers import WorkerPool, start
 
 
 @dataclass(frozen=True)
@@ -80,18 +82,25 @@ class TrainingData:
         self.transform = transform
         self.seed = seed
         self.batches: Generator[Batch, None, None] | None = None
+        self.pool: WorkerPool | None = None
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
         """Batches from this one on, without end; an earlier iterator of this object is closed."""
         self.close()
+        if self.workers:
+            self.pool = start(self.workers, self.dataset, self.transform, self.seed)
         self.batches = prefetched(self._load(self._parts(epoch, batch)), self.prefetch)
         return self.batches
 
     def close(self) -> None:
         """Ends the thread and the worker processes; may be called again."""
+        if self.pool:
+            self.pool.kill()  # first, because the thread may be waiting for a worker
         if self.batches:
             self.batches.close()
-            self.batches = None
+        if self.pool:
+            self.pool.close()
+        self.pool = self.batches = None
 
     def _parts(self, epoch: int, batch: int) -> Iterator[Part]:
         while True:
@@ -101,6 +110,10 @@ class TrainingData:
             epoch, batch = epoch + 1, 0
 
     def _load(self, parts: Iterator[Part]) -> Generator[Batch, None, None]:
+        if self.pool:
+            parts, ahead = itertools.tee(parts)
+            loaded = self.pool.load((part.epoch, part.ids) for part in ahead)
+            yield from map(self._batch, parts, loaded)
         for part in parts:
             yield self._batch(part, load(self.dataset, self.transform, self.seed, part.epoch, part.ids))
 

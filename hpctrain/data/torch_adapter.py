@@ -1,0 +1,85 @@
+"""A map-style torch Dataset as a Dataset."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Field, Samples, check_field
+from hpctrain.data.samples import Sample, describe, layout, named, stack
+from hpctrain.errors import UserError
+
+
+class TorchDataset:
+    """Samples of a torch Dataset, one by one. Use ``from_torch``, which checks it.
+
+    Random transforms inside the torch Dataset draw from the process's own random state, which hpctrain does not key by
+    sample: give them as the task's ``transform`` where runs must not depend on the number of ranks.
+    """
+
+    def __init__(self, source: Any, fields: Mapping[str, Field], names: tuple[str, ...] | None) -> None:
+        self.source = source
+        self.fields = fields
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """See Dataset."""
+        samples = (sample_of(self.source, index, self.names) for index in indices.tolist())
+        return stack(samples, indices.tolist(), type(self.source).__name__, self.fields)
+
+    def fingerprint(self) -> str:
+        """Of class, length and fields only: the content may be random, and reading it may be slow."""
+        source = type(self.source)
+        return hashlib.sha256(f"{source.__qualname__} {len(self)} {layout(self.fields)}".encode()).hexdigest()
+
+
+def from_torch(source: Any, names: tuple[str, ...] | None) -> TorchDataset:
+    """A map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers."""
+    kind = type(source).__name__
+    if isinstance(source, torch.utils.data.DataLoader):
+        raise UserError(
+            "a torch DataLoader was given as data", "give its .dataset: hpctrain orders, batches and prefetches"
+        )
+    if not isinstance(source, torch.utils.data.Dataset) or isinstance(source, torch.utils.data.IterableDataset):
+        raise UserError(
+            f"{kind} has no random access", "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
+        )
+    try:
+        length = len(source)
+    except (TypeError, NotImplementedError) as error:
+        raise UserError(
+            f"the torch Dataset {kind} has no length", "give it a __len__ that returns its number of samples"
+        ) from error
+    if length == 0:
+        raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
+    first = sample_of(source, 0, names)
+    fields = {name: check_field(name, (length, *value.shape), value.dtype, kind) for name, value in first.items()}
+    return TorchDataset(source, fields, names)
+
+
+def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
+    """One sample's arrays; raises UserError naming it where the user's code fails."""
+    try:
+        sample = source[index]
+        if isinstance(sample, Mapping):
+            return named({name: host(value) for name, value in sample.items()}, names)
+        return named(tuple(map(host, sample)) if isinstance(sample, (tuple, list)) else host(sample), names)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{type(source).__name__} failed on sample {index}: {describe(error)}", "correct the dataset, or the sample"
+        ) from error
+
+
+def host(value: Any) -> Any:
+    """A tensor as an array in host memory; anything else as it is."""
+    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value
