@@ -54,7 +54,7 @@ def checksums(buffer: NDArray[np.uint8], extents: Sequence[tuple[int, int]]) -> 
     Returns:
         The sum of the buffer and the sums of the parts.
     """
-    view = memoryview(buffer)
+    view = buffer.data
     whole = 0
     summed = 0  # bytes that `whole` covers; small parts and gaps wait until a large part or the end
     sums = []

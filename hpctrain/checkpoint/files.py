@@ -15,7 +15,7 @@ BLOCK_BYTES = 8 << 20
 
 def write_durably(path: Path, data: NDArray[np.uint8] | bytes) -> None:
     """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``."""
-    view = memoryview(data)
+    view = memoryview(data) if isinstance(data, bytes) else data.data
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         position = 0

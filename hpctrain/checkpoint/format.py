@@ -1,4 +1,4 @@
-"""The format of a checkpoint as values: names, item types, tensors, shards, manifest. docs/checkpoints.md tells it in words."""
+"""The format of a checkpoint as values: names, item types, tensors, shards, manifest. In words: docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ MAX_BYTES = 2**56
 """Of a tensor or a shard: far beyond what exists, far below where sums overflow 64 bits."""
 
 NUMPY_NAMES = (
-    ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-    + ("float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
+    ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"]
 )
 ITEM_TYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in NUMPY_NAMES}
 ITEM_TYPES["bfloat16"] = np.dtype("<u2")

@@ -1,7 +1,7 @@
 """The manifest as bytes, and back with nothing taken on trust.
 
-The file is one JSON object, ``{"sha256": "<64 hex digits>", "manifest": {...}}`` and a newline. The sum covers the bytes
-of the inner object as they stand, so it is checked before any of them is interpreted.
+The file is one JSON object, ``{"sha256": "<64 hex digits>", "manifest": {...}}`` and a newline. The sum covers the
+bytes of the inner object as they stand, so it is checked before any of them is interpreted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def to_json(document: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise UserError(f"the checkpoint's meta is not plain JSON: {error}", "pass dicts, lists, strings, finite numbers") from error
+        raise UserError(
+            f"the checkpoint's meta is no JSON: {error}", "pass dicts, lists, strings, finite numbers"
+        ) from error
 
 
 def shard_to_json(shard: Shard) -> dict[str, Any]:
@@ -80,8 +82,8 @@ def shard_to_json(shard: Shard) -> dict[str, Any]:
     }
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder.
+def read(folder: Path, step: int) -> Manifest:
+    """The manifest of a step's checkpoint in a folder.
 
     Raises:
         DamagedCheckpoint: it is missing, cannot be read, or is not exactly what was once written.
@@ -98,7 +100,10 @@ def read(folder: Path) -> Manifest:
             os.close(descriptor)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
-    return parse(data, str(path))
+    manifest = parse(data, str(path))
+    if manifest.step != step:
+        raise DamagedCheckpoint(f"{path} is of step {manifest.step}: it belongs to another checkpoint")
+    return manifest
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -172,7 +177,8 @@ class Reader:
 
     def list_of(self, key: str, convert: Callable[[Any, str], Any]) -> tuple[Any, ...]:
         """Each item of a list, converted."""
-        return tuple(convert(item, f"{self.where}, {key} {index}") for index, item in enumerate(self.get(key, list, "a list")))
+        items = self.get(key, list, "a list")
+        return tuple(convert(item, f"{self.where}, {key} {index}") for index, item in enumerate(items))
 
 
 def manifest_from_json(value: Any, where: str) -> Manifest:
@@ -182,7 +188,9 @@ def manifest_from_json(value: Any, where: str) -> Manifest:
         reader.fail("it is not of a hpctrain checkpoint")
     version = reader.integer("version", 1, 2**31)
     if version > VERSION:
-        raise UserError(f"{where} has format version {version}; this hpctrain reads up to {VERSION}", "install a newer hpctrain")
+        raise UserError(
+            f"{where} has format version {version}; this program reads {VERSION}", "install a newer hpctrain"
+        )
     manifest = Manifest(
         step=reader.integer("step", 0, 10**18 - 1),
         ranks=reader.integer("ranks", 1, 10**9),
@@ -252,7 +260,8 @@ def coverage_problem(manifest: Manifest) -> str | None:
                 return f"the shards disagree about the shape of {tensor.name}"
             if tensor.rank is not None and tensor.rank >= manifest.ranks:
                 return f"{tensor.name} belongs to rank {tensor.rank} of {manifest.ranks}"
-            if stored.piece.first_row != next_row.get(tensor.key, 0) or (tensor.key in next_row and not stored.piece.rows):
+            repeated = tensor.key in next_row and not stored.piece.rows
+            if stored.piece.first_row != next_row.get(tensor.key, 0) or repeated:
                 return f"rows of {tensor.name} are missing or there twice"
             next_row[tensor.key] = stored.piece.first_row + stored.piece.rows
     short = next((tensor.name for key, tensor in specs.items() if next_row[key] != tensor.rows), None)

@@ -1,9 +1,9 @@
 """One shard: an image of the HDF5 file in memory, filled in place, written and read in large blocks.
 
-h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the file is
-either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their offsets and the
-image is written as a whole: no call into the library, and no lock of it, while training goes on. Reading needs only the
-offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that could be damaged.
+h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the file
+is either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their offsets
+and the image is written as a whole: no call into the library, and no lock of it, while training goes on. Reading needs
+only the offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that could be damaged.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class ShardImage:
         for page, data in plan.pages.items():
             part = self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
             part[:] = np.frombuffer(data, dtype=np.uint8)[: part.size]
-        self.views = [view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)]
+        self.views = [
+            view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
+        ]
 
     def write(self, path: Path) -> Shard:
         """Writes the image to a new file, durably, and sums it up meanwhile. Raises OSError."""
@@ -193,7 +195,7 @@ def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
 def read_all(descriptor: int, size: int) -> tuple[NDArray[np.uint8], int]:
     """A file's bytes and their CRC-32, summed while they are in the cache."""
     buffer = np.empty(size, dtype=np.uint8)
-    view = memoryview(buffer)
+    view = buffer.data
     position = crc = 0
     while position < size:
         count = os.preadv(descriptor, [view[position : position + BLOCK_BYTES]], position)
@@ -206,11 +208,11 @@ def read_all(descriptor: int, size: int) -> tuple[NDArray[np.uint8], int]:
 
 def damage(buffer: NDArray[np.uint8], shard: Shard) -> str:
     """Which tensors of a shard are not what they were."""
-    view = memoryview(buffer)
+    view = buffer.data
     names = [
         stored.piece.tensor.name
         for stored in shard.pieces
         if zlib.crc32(view[stored.offset : stored.offset + stored.piece.num_bytes]) != stored.crc32
     ]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"the checksum of {listed} does not match" if names else "the checksum of the bytes between the tensors does not match"
+    return f"the checksum of {listed or 'the bytes between the tensors'} does not match"

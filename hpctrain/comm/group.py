@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +73,24 @@ class Group:
         """Overwrites a C-contiguous array with the root's, in place."""
         if self.comm:
             self._wait(self.comm.Ibcast(values, root), what, timeout_s)
+
+    def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
+        """Starts an elementwise minimum over the ranks; the returned function waits for it.
+
+        Started at one step and taken at the next, it costs neither: everyone has long arrived.
+        """
+        least = np.array(values)
+        if not self.comm:
+            return lambda: least
+        from mpi4py import MPI
+
+        request = self.comm.Iallreduce(MPI.IN_PLACE, least, MPI.MIN)
+
+        def wait() -> NDArray[Any]:
+            self._wait(request, what, timeout_s)
+            return least
+
+        return wait
 
     def _wait(self, request: MPI.Request, what: str, timeout_s: float) -> None:
         """Polls, first hot and then ever more lazily, so that waiting ranks leave the cores to those that work."""

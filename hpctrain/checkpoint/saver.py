@@ -1,0 +1,280 @@
+"""Saving alongside training: snapshot at a step boundary, write in the background, commit when every rank has written.
+
+The background thread makes no MPI call. Each rank contributes ``flags()`` to a minimum over the ranks whenever it suits,
+and hands the result to ``advance()``: all ranks then go from one stage to the next at the same point of their programs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hpctrain.checkpoint.format import Piece, TensorSpec, check_tensors, shard_file
+from hpctrain.checkpoint.partition import partition
+from hpctrain.checkpoint.shard import ShardImage, host_buffer, skeleton
+from hpctrain.checkpoint.store import CheckpointStore, write_record
+from hpctrain.comm.group import Group
+from hpctrain.errors import HpctrainError, RunFailed
+from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+
+SPARE_BYTES = 16 << 20
+"""Free space that a checkpoint must leave."""
+
+
+class Stage(Enum):
+    """What the checkpoint in flight waits for."""
+
+    WRITING = "every rank's shard"
+    COMMITTING = "rank 0's commit"
+    ABANDONING = "rank 0's clearing away"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended; the same on all ranks but for the times."""
+
+    step: int
+    path: Path
+    num_bytes: int
+    """Of all shards; known to rank 0."""
+    stall_s: float
+    """Seconds for which this rank did not train."""
+    write_s: float
+    """Seconds from the snapshot to the commit, seen from this rank."""
+    error: str | None = None
+    """Why there is no checkpoint, naming ranks."""
+
+    def path_or_raise(self) -> Path:
+        """The checkpoint's folder. Raises RunFailed where the save failed."""
+        if self.error:
+            raise RunFailed(
+                f"the checkpoint of step {self.step} was not written: {self.error}",
+                "free space or look for I/O errors; older checkpoints are untouched",
+            )
+        return self.path
+
+
+@dataclass
+class Job:
+    """The checkpoint in flight."""
+
+    step: int
+    meta: Mapping[str, Any]
+    partial: Path
+    begin: float
+    stall_s: float
+    stage: Stage
+    future: Future[Any]
+    """Of the background work of this stage on this rank."""
+    error: str | None = None
+
+
+class Saver:
+    """Saves one run's checkpoints, one in flight at a time. Use ``open_saver``.
+
+    Args:
+        store: where to.
+        group: the ranks; all call every method in the same order.
+        writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
+        token: tells this saver's folders from those of others; equal on all ranks.
+        allocate: gives staging memory of so many bytes, uint8, contiguous (pinned, for GPUs).
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        group: Group,
+        writers: Sequence[int],
+        token: str,
+        allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
+    ) -> None:
+        self.store = store
+        self.group = group
+        self.writers = tuple(writers)
+        self.token = token
+        self.allocate = allocate
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.count = 0
+        self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
+        self.sources: list[int] = []
+        self.total_bytes = 0
+        self.image: ShardImage | None = None
+        self.job: Job | None = None
+        self.sound: set[int] = set()
+        self.protected: set[int] = set()
+
+    @property
+    def idle(self) -> bool:
+        """No checkpoint is in flight."""
+        return self.job is None
+
+    def prepare(self, tensors: Sequence[StateTensor]) -> ShardImage:
+        """Lays out this rank's shard and allocates staging; ``begin`` does so by itself when tensors are new to it."""
+        layout = [(tensor.name, tensor.shape, tensor.dtype, tensor.placement) for tensor in tensors]
+        if self.image is None or layout != self.layout:
+            self.image = None  # frees the old staging before the new is taken
+            pieces, self.total_bytes = self._plan(tensors)
+            index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
+            self.sources = [index_of[piece.tensor.name] for piece in pieces]
+            self.image = ShardImage(skeleton(pieces), self.allocate)
+            self.layout = layout
+        return self.image
+
+    def _plan(self, tensors: Sequence[StateTensor]) -> tuple[list[Piece], int]:
+        """This rank's pieces, and about how many bytes all ranks write."""
+        owner = {Placement.RANK: self.group.rank, Placement.REPLICATED: None}
+        specs = [TensorSpec(it.name, tuple(it.shape), it.dtype, owner[it.placement]) for it in tensors]
+        check_tensors(specs)
+        replicated = [spec for spec in specs if spec.rank is None]
+        own = [Piece(spec, 0, spec.rows) for spec in specs if spec.rank is not None]
+        total = sum(spec.num_bytes for spec in replicated) + self.group.size * sum(piece.num_bytes for piece in own)
+        if self.group.rank not in self.writers:
+            return own, total
+        return partition(replicated, len(self.writers))[self.writers.index(self.group.rank)] + own, total
+
+    def begin(
+        self,
+        tensors: Sequence[StateTensor],
+        step: int,
+        meta: Mapping[str, Any],
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes a snapshot and starts to write it. Returns when ``tensors`` may change again; talks to no other rank.
+
+        Args:
+            tensors: the whole state, in the same order on all ranks.
+            step: number of the checkpoint.
+            meta: JSON-able; rank 0's is stored.
+            synchronize: waits until asynchronous copies have arrived in staging.
+
+        Raises:
+            UserError: names or types cannot be stored (the same on all ranks).
+        """
+        assert self.job is None, "one checkpoint in flight; finish() the last one first"
+        begin = time.monotonic()
+        self.count += 1
+        partial = self.store.partial(step, f"{self.token}-{self.count}")
+        future: Future[Any] = Future()
+        try:
+            image = self.prepare(tensors)
+            for source, view, piece in zip(self.sources, image.views, image.plan.pieces, strict=True):
+                tensors[source].copy_into(view, piece.first_row)
+            synchronize()
+        except (MemoryError, OSError) as error:
+            future.set_exception(error)
+        else:
+            future = self.thread.submit(self._write, image, partial)
+        self.job = Job(step, meta, partial, begin, time.monotonic() - begin, Stage.WRITING, future)
+
+    def flags(self) -> NDArray[np.int64]:
+        """int64[2] (finished, sound) of this rank, whose minimum over the ranks ``advance`` takes."""
+        if self.job is None:
+            return np.array([1, 1], dtype=np.int64)
+        finished = self.job.future.done()
+        sound = finished and self.job.future.exception() is None
+        return np.array([finished, sound], dtype=np.int64)
+
+    def advance(self, least: NDArray[np.int64]) -> Outcome | None:
+        """Goes on to the next stage if all ranks have finished theirs; the outcome after the last one.
+
+        ``least`` is the elementwise minimum of all ranks' ``flags()``, taken since the last change of stage. Talks to
+        other ranks only where one failed.
+        """
+        job = self.job
+        if job is None or not least[0]:
+            return None
+        if not least[1] and job.stage is not Stage.ABANDONING:
+            job.error = self._reasons(job)
+            self._enter(job, Stage.ABANDONING, self.store.discard, job.partial)
+            return None
+        if job.stage is Stage.WRITING:
+            self._enter(job, Stage.COMMITTING, self._commit, job.step, job.partial, job.meta)
+            return None
+        return self._end(job)
+
+    def finish(self) -> Outcome:
+        """Waits until the checkpoint in flight is committed or abandoned. Collective."""
+        while True:
+            assert self.job is not None, "a checkpoint is in flight"
+            self.job.future.exception()
+            outcome = self.advance(self.group.begin_min(self.flags(), "finish the checkpoint")())
+            if outcome:
+                return outcome
+
+    def close(self) -> None:
+        """Ends the thread after what it is doing; a checkpoint in flight stays uncommitted."""
+        self.thread.shutdown(wait=True, cancel_futures=True)
+
+    def _write(self, image: ShardImage, partial: Path) -> None:
+        """On every rank, in the background."""
+        self.store.prepare_folder(partial)
+        free = os.statvfs(partial)
+        available = free.f_bavail * free.f_frsize
+        needed = self.total_bytes + SPARE_BYTES
+        if available < needed:
+            raise OSError(f"{self.store.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed")
+        shard = image.write(partial / shard_file(self.group.rank, self.group.size))
+        write_record(partial, shard)
+
+    def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
+        """On rank 0, in the background; returns the bytes written by all ranks."""
+        manifest = self.store.commit(partial, step, self.group.size, meta)
+        self.sound.add(step)
+        keep = self.protected | {max(self.sound)}
+        with suppress(OSError, HpctrainError):  # this checkpoint is there all the same; the next one tries again
+            for old in self.store.keep.removable(self.store.steps(), keep):
+                self.store.remove(old)
+        return manifest.num_bytes
+
+    def _enter(self, job: Job, stage: Stage, work: Callable[..., Any], *arguments: Any) -> None:
+        """Starts the next stage's work on rank 0; the others have none."""
+        job.stage = stage
+        job.future = self.thread.submit(work, *arguments) if self.group.rank == 0 else self.thread.submit(int)
+
+    def _end(self, job: Job) -> Outcome:
+        """The job is over."""
+        self.job = None
+        num_bytes = job.future.result() if job.stage is Stage.COMMITTING else 0
+        seconds = time.monotonic() - job.begin
+        return Outcome(job.step, self.store.folder(job.step), num_bytes, job.stall_s, seconds, job.error)
+
+    def _reasons(self, job: Job) -> str:
+        """What went wrong on which ranks. Collective."""
+        error = job.future.exception()
+        mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
+        errors = self.group.allgather(mine if error else None, "say why the checkpoint failed")
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+
+
+def open_saver(
+    store: CheckpointStore,
+    writers: Sequence[int] | None = None,
+    allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
+) -> Saver:
+    """A saver for the ranks of a store's group, all of which write unless told otherwise. Collective."""
+    token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
+    return Saver(store, store.group, writers if writers is not None else range(store.group.size), token, allocate)
+
+
+def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:
+    """State tensors over host arrays, replicated ones first."""
+    return [ArrayTensor(name, host_array(array)) for name, array in arrays.items()] + [
+        ArrayTensor(name, host_array(array), Placement.RANK) for name, array in rank_arrays.items()
+    ]
+
+
+def host_array(value: ArrayLike) -> NDArray[Any]:
+    """A NumPy array in this machine's byte order."""
+    array = np.asarray(value)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
