@@ -1,0 +1,126 @@
+"""Sums of TensorFlow gradients over ranks: by MPI through host memory, or by Horovod's operation."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.comm import horovod_setup
+from hpctrain.comm.auto import Candidate
+from hpctrain.comm.buckets import ALIGNMENT
+from hpctrain.comm.compression import CODECS, Codec
+from hpctrain.comm.group import Group
+from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum
+from hpctrain.comm.node_sum import open_node_sum
+from hpctrain.comm.totals import SLOTS
+from hpctrain.errors import UserError
+
+ROW = ALIGNMENT
+"""Numbers of a row. TensorFlow cuts whole rows of 64 bytes off an array without copying them."""
+
+
+class Reducer(Protocol):
+    """Sums an array over the ranks. Every rank makes the same calls in the same order."""
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """The sum over the ranks of a float32[rows, 16]; valid until the next call. The last row always travels as fp32."""
+
+    def close(self) -> None:
+        """Releases memory and communicators; Horovod goes on until the process ends."""
+
+
+class NoReducer:
+    """One rank: its gradients are the sum."""
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """See Reducer."""
+        return flat
+
+    def close(self) -> None:
+        """See Reducer."""
+
+
+class HostReducer:
+    """Copies the gradients into a host buffer that MPI sums in place. On a CPU TensorFlow reads the sums where they lie."""
+
+    def __init__(self, host: HostSum) -> None:
+        self.host = host
+        self.rows = host.buffer.reshape(-1, ROW)
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """See Reducer."""
+        np.copyto(self.rows, np.asarray(flat))
+        self.host.finish()
+        return tf.convert_to_tensor(self.rows)
+
+    def close(self) -> None:
+        """See Reducer."""
+        self.host.close()
+
+
+class HorovodReducer:
+    """One Horovod allreduce of all gradients: nothing is left for its dynamic fusion to reorder."""
+
+    def __init__(self, horovod: ModuleType, compress: bool) -> None:
+        self.horovod = horovod
+        self.compress = compress
+        self.sum = tf.function(self._sum)
+
+    def _sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """See Reducer."""
+        if not self.compress:
+            return self._allreduce(flat, "gradients")
+        half = self._allreduce(tf.cast(flat[:-1], tf.float16), "gradients_fp16")
+        return tf.concat([tf.cast(half, tf.float32), self._allreduce(flat[-1:], "totals")], 0)
+
+    def _allreduce(self, values: tf.Tensor, name: str) -> tf.Tensor:
+        return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}")
+
+    def close(self) -> None:
+        """See Reducer."""
+
+
+class FastFloat16:
+    """compression.Float16 by TensorFlow's vectorised casts: the same bits, many times faster than NumPy's."""
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        """See Codec."""
+        np.copyto(out.view(np.float16), np.asarray(tf.cast(tf.convert_to_tensor(values), tf.float16)))
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        """See Codec."""
+        np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
+
+
+def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
+    """The reducer of a candidate for ``length`` numbers, a multiple of 16. Collective over the group.
+
+    There is no sending during backward here, so ``overlap`` sends after it, too.
+
+    Raises:
+        UserError: Horovod or shared memory is not there; see horovod_setup.
+    """
+    if candidate.kind == "none" or group.size == 1:
+        return NoReducer()
+    if candidate.kind == "horovod":
+        horovod = horovod_setup.load("tensorflow")
+        horovod_setup.start(horovod, group)
+        return HorovodReducer(horovod, candidate.compression == "fp16")
+    return HostReducer(host_sum(candidate, group, length))
+
+
+def host_sum(candidate: Candidate, group: Group, length: int) -> HostSum:
+    """The way by which MPI sums a host buffer."""
+    if candidate.compression != "none":
+        codec: Codec = FastFloat16() if candidate.compression == "fp16" else CODECS[candidate.compression]
+        return CompressedSum(group, length, SLOTS, codec)
+    if candidate.way != "node":
+        return FlatSum(group, length)
+    shared = open_node_sum(group, length)
+    if shared is None:
+        raise UserError("the ranks of this node cannot share memory", "choose another reducer: reduce.kind: auto")
+    return shared

@@ -1,0 +1,287 @@
+"""Keras 3 models on TensorFlow: one update, evaluation, prediction, and state to and from named arrays."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choose
+from hpctrain.comm.buckets import plan
+from hpctrain.comm.group import Group
+from hpctrain.comm.horovod_setup import available
+from hpctrain.comm.tensorflow_reduce import ROW, NoReducer, Reducer, open_reducer
+from hpctrain.comm.totals import LOSS, SLOTS, WEIGHT, totals
+from hpctrain.comm.world import World
+from hpctrain.config import Config
+from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow_loss_scale import LossScale
+from hpctrain.frameworks.tensorflow_passes import Passes, Tensors, Update, slots_and_norm
+from hpctrain.frameworks.tensorflow_runtime import POLICIES
+from hpctrain.frameworks.tensorflow_state import (
+    VariableTensor,
+    digest,
+    is_seed,
+    load_tensors,
+    model_tensors,
+    optimizer_tensors,
+    path_in,
+    refuse_duplicates,
+)
+from hpctrain.task import KerasTask
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.seeds import derive
+from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+
+SCALER = "scaler/state"
+
+
+@dataclass(frozen=True)
+class KerasStepResult:
+    """What one update gave; the loss may still be on its way from a device."""
+
+    slots: tf.Tensor
+    """This rank's own last row of gradients; see comm/totals.py."""
+    global_samples: int
+    grad_norm: float
+    """L2 norm of the averaged gradient before clipping."""
+
+    def sums(self) -> Sums:
+        """See StepResult."""
+        own = np.asarray(self.slots)
+        loss, weight = float(own[LOSS]) * self.global_samples, float(own[WEIGHT]) * self.global_samples
+        return {"loss": (loss, weight), "grad_norm": (self.grad_norm, 1.0)}
+
+
+class KerasFramework:
+    """One Keras model on this rank. Forward, backward and update are TensorFlow functions; the exchange lies between them."""
+
+    name = "tensorflow"
+
+    def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock) -> None:
+        refuse_what_cannot_work(task, config)
+        self.task = task
+        self.group = world.data
+        self.config = config
+        self.clock = clock
+        variables = task.model.trainable_variables
+        self.layout = plan([math.prod(variable.shape) for variable in variables], None, SLOTS)
+        compiled = config.train.compile
+        self.passes = Passes(task, config.reduce.sparse, compiled)
+        self.update = Update(task.optimizer, variables, self.layout, compiled)
+        self.evaluation = self.passes
+        self.reducer: Reducer | None = None
+        self.choice: Choice | None = None
+        """The reducer and how it was found; none before the first step."""
+        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
+        self.learning_rate = own_learning_rate(task.optimizer)
+        self.factor: float | None = None
+        """What the learning rate was multiplied by last."""
+        self.noise = tf.random.get_global_generator()
+        task.optimizer.build(variables)
+        self._make_equal()
+
+    def _make_equal(self) -> None:
+        """Weights and optimizer as rank 0 has them; noise of each rank's own."""
+        tensors = [*model_tensors(self.task.model), *optimizer_tensors(self.task.optimizer, self.task.model)]
+        refuse_duplicates(tensors)
+        for tensor in tensors:
+            value = np.array(tensor.host_view())
+            self.group.broadcast_array(value, "take over the weights of rank 0")
+            tensor.assign(value)
+        if self.config.train.ema_decay is not None:
+            self.update.keep_average(self.config.train.ema_decay)
+            averages = zip(self.task.model.trainable_variables, self.update.averages, strict=True)
+            self.evaluation = Passes(self.task, self.config.reduce.sparse, self.config.train.compile, list(averages))
+        self.noise.reset_from_seed(derive(self.config.seed, self.group.rank))
+        if self.group.rank > 0:
+            for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
+                seed = derive(self.config.seed, self.group.rank, number) % 2**32
+                variable.assign([seed, 0])
+
+    def set_learning_rate(self, factor: float) -> None:
+        """See Framework."""
+        if self.learning_rate is None:
+            if factor != 1.0:
+                raise UserError(
+                    "both schedule: of the run file and the Keras optimizer change the learning rate",
+                    "give the optimizer a number as its learning rate, or remove schedule: from the run file",
+                )
+        elif factor != self.factor:
+            self.task.optimizer.learning_rate.assign(self.learning_rate * factor)
+            self.factor = factor
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> KerasStepResult:
+        """See Framework. Forward and backward are one function: their time is all Phase.BACKWARD."""
+        batches = [on_device(batch) for batch in micro_batches]
+        self.clock.mark(Phase.TO_DEVICE)
+        if self.reducer is None:
+            self.reducer = self.choose_reducer(batches, global_samples)
+        mine = self.gradients(batches, global_samples)
+        self.clock.mark(Phase.BACKWARD)
+        total = self.reducer.sum(mine)
+        self.clock.mark(Phase.EXCHANGE)
+        result = self._apply(mine, total, global_samples)
+        self.clock.mark(Phase.OPTIMIZER)
+        return result
+
+    def choose_reducer(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
+        """Opens the reducer that is configured, or found fastest on the first batch."""
+        among = candidates(self.config.reduce, surroundings(self.group))
+        changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
+        before = [np.array(tensor.host_view()) for tensor in changed]
+        self.choice = choose(among, StepRehearsal(self, batches, global_samples), self.group)
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.assign(value)
+        return open_reducer(self.choice.candidate, self.group, self.layout.length)
+
+    def gradients(self, batches: Sequence[Tensors], global_samples: int) -> tf.Tensor:
+        """This rank's contribution; zeros where its part of the batch is empty."""
+        share = tf.constant(1.0 / global_samples)
+        scale = tf.constant(self.loss_scale.value if self.loss_scale else 1.0)
+        flat = None
+        for batch in batches:
+            more = self.passes.gradients(batch, share, scale)
+            flat = more if flat is None else flat + more
+        return tf.zeros((self.layout.length // ROW, ROW)) if flat is None else flat
+
+    def _apply(self, mine: tf.Tensor, total: tf.Tensor, global_samples: int) -> KerasStepResult:
+        *slots, square = np.asarray(slots_and_norm(total)).tolist()
+        known = totals(slots)
+        divisor = known.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+        finite = math.isfinite(known.loss) and math.isfinite(norm)
+        if finite:
+            factor = clip_factor(norm, self.config.train.clip_norm) / divisor
+            self.update.run(total, None if factor == 1.0 else tf.constant(factor, tf.float32))
+        elif self.loss_scale is None or self.loss_scale.is_least:
+            raise NonFiniteLoss(self._ranks_at_fault(mine))
+        if self.loss_scale:
+            self.loss_scale.advance(finite)
+        return KerasStepResult(mine[-1], global_samples, norm)
+
+    def _ranks_at_fault(self, mine: tf.Tensor) -> list[int]:
+        own = bool(np.isfinite(np.asarray(mine)).all())
+        finite = self.group.allgather(own, "find the rank whose loss is not finite")
+        return [rank for rank, fine in enumerate(finite) if not fine]
+
+    def evaluate(self, batch: HostBatch) -> Sums:
+        """See Framework; with the averaged weights where an EMA is kept."""
+        found = self.evaluation.evaluate(on_device(batch))
+        return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        """See Framework. A list of outputs is named ``output_0``, ``output_1``, and so on."""
+        outputs = self.evaluation.predict(on_device(batch))
+        if isinstance(outputs, Mapping):
+            return {name: np.asarray(value) for name, value in outputs.items()}
+        if isinstance(outputs, (tuple, list)):
+            return {f"output_{index}": np.asarray(value) for index, value in enumerate(outputs)}
+        return {"output": np.asarray(outputs)}
+
+    def state(self) -> list[StateTensor]:
+        """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/state``, ``rng/...``."""
+        scaler = [ArrayTensor(SCALER, self.loss_scale.to_array())] if self.loss_scale else []
+        return [*self._variables(), *scaler]
+
+    def _variables(self) -> list[VariableTensor]:
+        model = self.task.model
+        paths = [path_in(model, variable) for variable in model.trainable_variables]
+        averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.update.averages, strict=False)]
+        return [
+            *model_tensors(model),
+            *optimizer_tensors(self.task.optimizer, model),
+            *averages,
+            VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK),
+        ]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See Framework."""
+        load_tensors(self._variables(), arrays)
+        if self.loss_scale and SCALER in arrays:
+            self.loss_scale.restore(arrays[SCALER])
+        self.factor = None
+
+    def synchronize(self) -> None:
+        """See Framework: copies are complete when ``copy_into`` returns."""
+
+    def weights_hash(self) -> str:
+        """See Framework."""
+        return digest([tensor for tensor in model_tensors(self.task.model) if tensor.placement is Placement.REPLICATED])
+
+    def close(self) -> None:
+        """See Framework."""
+        if self.reducer:
+            self.reducer.close()
+            self.reducer = None
+
+
+class StepRehearsal:
+    """See comm/auto.py."""
+
+    def __init__(self, framework: KerasFramework, batches: Sequence[Tensors], global_samples: int) -> None:
+        self.framework = framework
+        self.batches = batches
+        self.global_samples = global_samples
+        self.reducer: Reducer = NoReducer()
+
+    def open(self, candidate: Candidate) -> None:
+        """See Rehearsal."""
+        self.reducer = open_reducer(candidate, self.framework.group, self.framework.layout.length)
+
+    def run(self) -> None:
+        """See Rehearsal. Reading the totals waits for a device."""
+        np.asarray(self.reducer.sum(self.framework.gradients(self.batches, self.global_samples))[-1])
+
+    def close(self) -> None:
+        """See Rehearsal."""
+        self.reducer.close()
+
+
+def surroundings(group: Group) -> Surroundings:
+    """What the ranks of a group can use; the same answer on each."""
+    hosts = group.allgather(socket.gethostname(), "find the nodes")
+    horovod = group.size > 1 and all(group.allgather(available("tensorflow"), "find Horovod"))
+    gpu = bool(tf.config.list_logical_devices("GPU"))
+    return Surroundings(group.size, len(set(hosts)), len(set(hosts)) < group.size, horovod, gpu)
+
+
+def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
+    """A host batch as tensors; on a CPU they may share the arrays' memory."""
+    return {name: tf.convert_to_tensor(array) for name, array in batch.items()}
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What a gradient of this norm is multiplied by, so that its norm is at most the limit."""
+    return limit / norm if limit is not None and norm > limit else 1.0
+
+
+def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The number an optimizer was made with, or None where a Keras schedule sets its learning rate."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    return float(optimizer.learning_rate)
+
+
+def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
+    """Raises UserError where training could not work, or would not do what it says."""
+    if keras.backend.backend() != "tensorflow":
+        raise UserError(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow")
+    if not task.model.built:
+        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call model.build(shape)")
+    if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise UserError("the optimizer is a LossScaleOptimizer", "give the inner one: train.precision: fp16 scales the loss itself")
+    policy = POLICIES[config.train.precision]
+    if config.train.precision != "fp32" and all(layer.dtype_policy.name != policy for layer in task.model._flatten_layers()):
+        raise UserError(
+            f"train.precision is {config.train.precision} but no layer of the Keras model computes in it",
+            f"call keras.config.set_dtype_policy({policy!r}) before the model is made",
+        )

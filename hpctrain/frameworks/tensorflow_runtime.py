@@ -1,0 +1,87 @@
+"""TensorFlow's process-wide settings: threads, chatter, seed, precision. Importing this loads neither TensorFlow nor Keras."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from hpctrain.errors import UserError
+
+CHATTER = re.compile(
+    rb"oneDNN custom operations are on|All log messages before absl::InitializeLog|optimized to use available CPU"
+    rb"|To enable the following instructions|Could not find cuda drivers|Cannot dlopen some GPU libraries"
+    rb"|Unable to register cu\w+ factory|failed call to cuInit"
+)
+"""Lines that TensorFlow writes to stderr on every start, past its own log level."""
+
+POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+"""Keras dtype policy of each precision."""
+
+
+def set_environment(threads: int | None, verbose: bool = False) -> None:
+    """Thread counts, log level and Keras' backend, for a TensorFlow that is imported later.
+
+    TensorFlow reads the thread counts when its first tensor is made, so this must come before the task is loaded.
+
+    Args:
+        threads: compute threads of this rank; by default OMP_NUM_THREADS, else what TensorFlow chooses.
+
+    Raises:
+        UserError: KERAS_BACKEND names another backend.
+    """
+    backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        raise UserError(
+            f"KERAS_BACKEND is {backend}, but Keras tasks run on TensorFlow only",
+            "unset KERAS_BACKEND, or set it to tensorflow",
+        )
+    count = str(threads) if threads else os.environ.get("OMP_NUM_THREADS", "")
+    if count.isdigit():
+        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", count)
+        os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
+    if not verbose:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@contextlib.contextmanager
+def without_chatter(verbose: bool = False) -> Iterator[None]:
+    """Drops TensorFlow's start-up lines from stderr while it is imported; all else appears when the block ends."""
+    if verbose:
+        yield
+        return
+    sys.stderr.flush()
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            os.close(real)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if not CHATTER.search(line)))
+
+
+def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
+    """Seed, names, precision and device for a Keras model that is about to be made; nothing where Keras is not loaded.
+
+    Names begin anew, so that a second model of the process gets the same ones as the first.
+    """
+    if "keras" not in sys.modules:
+        return
+    import keras
+    import tensorflow as tf
+
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(seed % 2**32)
+    keras.config.set_dtype_policy(POLICIES[precision])
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        mine = gpus[local_rank % len(gpus)]
+        tf.config.set_visible_devices(mine, "GPU")
+        tf.config.experimental.set_memory_growth(mine, True)

@@ -1,0 +1,124 @@
+"""Names and host copies of the variables of a Keras model and its optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.errors import UserError
+from hpctrain.train.state import Placement
+
+
+@dataclass(frozen=True)
+class VariableTensor:
+    """A StateTensor over a tf.Variable."""
+
+    name: str
+    variable: tf.Variable
+    placement: Placement = Placement.REPLICATED
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the variable."""
+        return tuple(self.variable.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Logical dtype."""
+        return self.variable.dtype.name
+
+    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
+        """See StateTensor."""
+        value = self.host_view()
+        np.copyto(out, value[first_row : first_row + len(out)] if out.ndim else value, casting="no")
+
+    def host_view(self) -> NDArray[Any]:
+        """The value; on a CPU the variable's own memory, so read it before the next update."""
+        value = np.asarray(self.variable.read_value())
+        return value.view(np.uint16) if self.variable.dtype == tf.bfloat16 else value
+
+    def assign(self, value: NDArray[Any]) -> None:
+        """Takes over a host array as ``copy_into`` gives it."""
+        native = self.variable.dtype.as_numpy_dtype
+        self.variable.assign(np.asarray(value).view(native) if self.variable.dtype == tf.bfloat16 else value)
+
+
+def model_tensors(model: keras.Model) -> list[VariableTensor]:
+    """Weights, statistics and random states of a model, trainable variables first.
+
+    What the forward pass itself changes (BatchNorm statistics, counters, seeds) is each rank's own; frozen weights are
+    replicated as trained ones are.
+    """
+    frozen = {id(variable) for layer in model._flatten_layers() for variable in layer._trainable_variables}
+    tensors = [VariableTensor(f"model/{path_in(model, variable)}", variable.value) for variable in model.trainable_variables]
+    for variable in model.non_trainable_variables:
+        group = "rng" if is_seed(variable) else "model"
+        placement = Placement.REPLICATED if id(variable) in frozen else Placement.RANK
+        tensors.append(VariableTensor(f"{group}/{path_in(model, variable)}", variable.value, placement))
+    return tensors
+
+
+def optimizer_tensors(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[VariableTensor]:
+    """``optimizer/<slot>/<path of the weight>`` and ``optimizer/<name>`` for what belongs to no weight."""
+    weights = {variable.path.replace("/", "_"): path_in(model, variable) for variable in model.trainable_variables}
+    tensors = []
+    for variable in optimizer.variables:
+        own = variable.path.split("/", 1)[-1]
+        owner = max((flat for flat in weights if own.startswith(flat + "_")), key=len, default="")
+        name = f"{own[len(owner) + 1 :]}/{weights[owner]}" if owner else own
+        tensors.append(VariableTensor(f"optimizer/{name}", variable.value))
+    return tensors
+
+
+def path_in(model: keras.Model, variable: keras.Variable) -> str:
+    """Path of a variable without the model's own name, which Keras puts before some paths and not before others."""
+    return variable.path.removeprefix(model.name + "/")
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a keras.random.SeedGenerator."""
+    return variable.name == "seed_generator_state"
+
+
+def refuse_duplicates(tensors: Iterable[VariableTensor]) -> None:
+    """Raises UserError where two variables have one name."""
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise UserError(
+                f"two variables of the Keras model or optimizer are called {tensor.name}",
+                "give layers of the same model different names",
+            )
+        seen.add(tensor.name)
+
+
+def load_tensors(tensors: Sequence[VariableTensor], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Assigns all values by name, or none where one is missing or has another shape."""
+    for tensor in tensors:
+        if tensor.name not in arrays:
+            raise UserError(
+                f"{tensor.name} is missing from what is to be loaded",
+                "load it into the model and optimizer that it was saved from, or start from weights only: checkpoint.init_from",
+            )
+        if tuple(arrays[tensor.name].shape) != tensor.shape:
+            raise UserError(
+                f"{tensor.name} has shape {list(tensor.shape)} here and {list(arrays[tensor.name].shape)} in what is to be loaded",
+                "load it into the model that it was saved from",
+            )
+    for tensor in tensors:
+        tensor.assign(arrays[tensor.name])
+
+
+def digest(tensors: Sequence[VariableTensor]) -> str:
+    """SHA-256 over the values in order, hexadecimal."""
+    everything = hashlib.sha256()
+    for tensor in tensors:
+        everything.update(np.ascontiguousarray(tensor.host_view()).view(np.uint8).data if tensor.shape else tensor.host_view().tobytes())
+    return everything.hexdigest()
