@@ -1,0 +1,91 @@
+"""What Horovod's last release needs changed to build against today's compilers and frameworks: text edits of its sdist.
+
+Horovod 0.28.1 (June 2023) asks for C++14; the headers of PyTorch need C++20 and those of TensorFlow C++17.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import UserError
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One replacement in one file of the sdist; `old` must occur there exactly once."""
+
+    path: str
+    old: str
+    new: str
+
+
+_FOR_EVERY_BUILD = (
+    Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    # The wheel is cached and serves other environments: name libraries relative to it, never by this environment's path.
+    Edit(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD_REQUIRED ON)",
+        "set(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
+        "set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\n"
+        'set(CMAKE_INSTALL_RPATH "$ORIGIN/../../../.." $ENV{HPCTRAIN_MPI_RPATH})',
+    ),
+    Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    # Python 3.12 has no distutils.
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_path('include'))",
+    ),
+)
+_FOR_CPUS = (
+    # All of its code is for GPUs, but it first includes XLA headers that need headers missing from TensorFlow's wheel.
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        "",
+    ),
+    # A CUDA build of torch beside some nvcc must not turn a build for CPUs into one for GPUs without NCCL.
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA)",
+        "elseif (FALSE)",
+    ),
+)
+_FOR_GPUS = (
+    Edit("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+)
+
+
+def edits(gpu: bool) -> tuple[Edit, ...]:
+    """The edits for a build for GPUs or for CPUs."""
+    return _FOR_EVERY_BUILD + (_FOR_GPUS if gpu else _FOR_CPUS)
+
+
+def digest(chosen: Iterable[Edit]) -> str:
+    """Names these edits: two builds with the same digest changed the same text in the same way."""
+    return hashlib.sha256(repr(tuple(chosen)).encode()).hexdigest()
+
+
+def apply(source: Path, chosen: Iterable[Edit]) -> None:
+    """Change the unpacked sdist in `source`.
+
+    Raises:
+        UserError: an edit does not fit, so this is not the release that the edits were written for.
+    """
+    for edit in chosen:
+        file = source / edit.path
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if text.count(edit.old) != 1:
+            raise UserError(
+                what=f"cannot prepare Horovod's source: {edit.path} does not hold {edit.old!r} exactly once; "
+                f"the edits are for Horovod {VERSION}",
+                fix=f"use the unchanged sdist of Horovod {VERSION} ({SDIST})",
+            )
+        file.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
