@@ -1,0 +1,106 @@
+"""What mpirun and srun say when a rank dies, read back into facts. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Death:
+    """One process that a launcher saw end badly, in the launcher's own words."""
+
+    rank: int | None = None
+    pid: int | None = None
+    host: str | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    out_of_memory: bool = False
+
+    @property
+    def cause(self) -> str:
+        """For a sentence: 'killed by SIGKILL'."""
+        if self.out_of_memory:
+            return "killed because the node or the job ran out of memory"
+        if self.signal is not None:
+            return f"killed by {signal_name(self.signal)}"
+        return f"exited with code {self.exit_code}" if self.exit_code is not None else "exited without saying why"
+
+
+OPEN_MPI_SIGNAL = re.compile(
+    r"noticed\s+that\s+process\s+rank\s+(\d+)\s+with\s+PID\s+(\d+)\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
+)
+OPEN_MPI_IMPROPER = re.compile(
+    r"has\s+exited\s+due\s+to\s+process\s+rank\s+(\d+)\s+with\s+PID\s+(\d+)\s+on\s+node\s+(\S+)\s+(?:exiting\s+improperly|calling\s+\"init\")"
+)
+OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(\d+)")
+HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
+SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
+LOST_NODE = re.compile(
+    r"NODE.?FAIL|[Nn]ode failure|has\s+lost\s+communication\s+with"
+    r"|daemon\s+has\s+(?:died|failed)|lost\s+connection\s+to"
+)
+
+
+def deaths(text: str) -> list[Death]:
+    """Processes that the launcher saw end badly by themselves, first ones first.
+
+    Text of Open MPI 4 and 5, MPICH's hydra and srun is understood. Ranks that called MPI_Abort are not deaths: they
+    left a word.
+    """
+    found = [
+        Death(int(rank), int(pid) or None, host, signal=int(number))
+        for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)
+    ]
+    found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
+    found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
+    found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
+    for host, tasks, how in SRUN.findall(text):
+        found += [_srun(rank, host, how) for rank in expand(tasks)]
+    return found
+
+
+def lost_a_node(text: str) -> bool:
+    """Whether the launcher says that a node or its daemon is gone."""
+    return bool(LOST_NODE.search(text))
+
+
+def expand(tasks: str) -> list[int]:
+    """Slurm's list of tasks: '0,2-3' is [0, 2, 3]."""
+    ranges = [part.partition("-") for part in tasks.split(",") if part]
+    return [rank for first, _, last in ranges for rank in range(int(first), int(last or first) + 1)]
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+SRUN_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Aborted": signal.SIGABRT,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+
+
+def _srun(rank: int, host: str, how: str) -> Death:
+    if code := re.match(r"Exited with exit code (\d+)", how):
+        return Death(rank, host=host, exit_code=int(code[1]))
+    if how.startswith("Out Of Memory"):
+        return Death(rank, host=host, out_of_memory=True)
+    number = next((number for name, number in SRUN_SIGNALS.items() if how.startswith(name)), None)
+    return Death(rank, host=host, signal=number)
+
+
+def _hydra(pid: int, host: str, code: int) -> Death:
+    """hydra gives a wait status: a signal in the low bits, or an exit code."""
+    is_signal = 0 < code < 32
+    return Death(pid=pid, host=host, signal=code if is_signal else None, exit_code=None if is_signal else code)

