@@ -8,21 +8,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.config import Config
-from hpctrain.errors import NoRequeue, RunFailed, UserError
+from hpctrain.errors import HpctrainError, NoRequeue, UserError
+from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.slurm import client, preflight, stage
 from hpctrain.launch.slurm.job import Job
-from hpctrain.launch.slurm.launcher import Launcher, candidates
+from hpctrain.launch.slurm.launcher import Launcher, candidates, once_a_node
 from hpctrain.launch.slurm.preflight import Expected, Problem
 from hpctrain.launch.slurm.probe import scratch_dir
 from hpctrain.run_dir import RunDir
 
-POLL_S = 0.05
+STAGE_IN_S = 3600.0
+"""Longest time that stage-in may take."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +38,26 @@ class Prepared:
     """The task's arguments, with paths of staged copies."""
 
 
-class StopAsked(Exception):
-    """The job was told to stop before its ranks had started."""
-
-
-def prepare(config: Config, run: RunDir, job: Job, stop_asked: Callable[[], bool]) -> Prepared:
+def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     """Stages in and finds a launcher whose preflight passes.
 
     Args:
         config: with the site profile applied.
         run: the run folder, which exists.
         job: the allocation.
-        stop_asked: polled while waiting.
 
     Raises:
-        StopAsked: there is nothing to save yet.
         UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
         NoRequeue: a host that cannot take part; it is named.
     """
-    offered = client.mpi_types() if shutil.which("srun") else []
-    found = candidates(config.launch, job.nodes, job.ranks, offered, shutil.which("mpirun") is not None)
-    python, task_args = stage_in(config, run, job, found[0], stop_asked)
+    found = launchers(config, job)
+    python, task_args = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], python, task_args)
     failed: list[str] = []
+    fix = ""
     for launcher in found:
-        problems = check(config, run, job, launcher, python, stop_asked)
+        problems = check(config, run, job, launcher, python)
         for problem in problems:
             print(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", file=sys.stderr, flush=True)
         fatal = next((problem for problem in problems if problem.fatal), None)
@@ -70,31 +66,41 @@ def prepare(config: Config, run: RunDir, job: Job, stop_asked: Callable[[], bool
         if not fatal.launcher:
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
         failed.append(f"{launcher.describe()}: {fatal.what}")
-        last = fatal
-    raise UserError(f"preflight: {'; '.join(failed)}", last.fix)
+        fix = fix or fatal.fix
+    raise UserError(f"preflight: {'; '.join(failed)}", fix)
 
 
-def check(
-    config: Config, run: RunDir, job: Job, launcher: Launcher, python: str, stop_asked: Callable[[], bool]
-) -> list[Problem]:
+def launchers(config: Config, job: Job) -> list[Launcher]:
+    """What may start the ranks here, best first."""
+    offered = client.mpi_types() if shutil.which("srun") else []
+    flavour, mpirun = None, None
+    try:
+        library = probe()
+        flavour = library.flavour
+        mpirun = MpiRun(find_mpirun(library), flavour)
+    except HpctrainError:
+        if config.task and job.ranks > 1 and not offered:
+            raise
+    return candidates(config.launch, job.nodes, job.ranks, offered, mpirun, flavour)
+
+
+def check(config: Config, run: RunDir, job: Job, launcher: Launcher, python: str) -> list[Problem]:
     """Problems that the ranks' reports show under one launcher."""
     slurm = config.launch.slurm
     expected = Expected(
-        job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1,
-        mpi=bool(config.task) and job.ranks > 1,
-    )  # fmt: skip
+        job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, mpi=bool(config.task) and job.ranks > 1
+    )
     command = [python, "-m", "hpctrain.launch.slurm.probe", f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
     command += ["--mpi"] if expected.mpi else []
-    output = _run(launcher.words(command, config.launch.env), config, 60 + job.ranks / 20, stop_asked)
+    env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
+    output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
     problems = preflight.judge(preflight.reports(output.splitlines()), expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
         print(output, file=sys.stderr, flush=True)
     return problems
 
 
-def stage_in(
-    config: Config, run: RunDir, job: Job, launcher: Launcher, stop_asked: Callable[[], bool]
-) -> tuple[str, Mapping[str, Any]]:
+def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, Mapping[str, Any]]:
     """Copies what launch.stage_in names to every node; the ranks' interpreter and the task's arguments."""
     launch = config.launch
     if not launch.stage_in and not launch.stage_environment:
@@ -107,7 +113,7 @@ def stage_in(
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
         python = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    output = _run(launcher.once_a_node(command), config, 3600, stop_asked)
+    output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
     if "hpctrain: " in output:
         what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
         raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
@@ -150,35 +156,22 @@ def end_chain(run: RunDir, job: Job) -> None:
         client.cancel(later, pending_only=True)
 
 
-def _run(words: Sequence[str], config: Config, timeout_s: float, stop_asked: Callable[[], bool]) -> str:
+def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
     """Output of a helper on the nodes; what hangs is ended, and its output until then returned."""
-    deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **config.launch.env}
-        )
-        try:
-            while process.poll() is None:
-                if stop_asked():
-                    raise StopAsked
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(POLL_S)
-        finally:
-            _end(process)
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}
+        ) as process:
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         output.seek(0)
         return output.read().decode(errors="replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired as error:
-            process.kill()
-            process.wait()
-            raise RunFailed("the launcher did not end when it was told to", "look at the job's log") from error
 
 
 def _absolute(name: str) -> str:

@@ -1,71 +1,96 @@
-"""What starts the ranks inside a job: command lines of srun and mpirun, and which of them to try."""
+"""What starts the ranks inside a job: command lines of srun and mpirun, and which of them to try. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
-from hpctrain.config import LaunchConfig
+from hpctrain.config import LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
-
-Kind = Literal["srun", "mpirun"]
+from hpctrain.launch.mpi_library import Flavour, MpiRun, launcher_environment
 
 PREFERRED_MPI = ("pmix", "cray_shasta", "pmi2")
-"""MPI types of srun, best first. Open MPI 5 takes PMIx only; MPICH, Intel MPI and Cray's take PMI-2."""
+"""MPI types of srun, best first."""
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(Protocol):
     """A way to start the ranks of a job."""
 
-    kind: Kind
-    mpi: str | None
-    """srun's MPI type; None leaves it to the site."""
-    nodes: int
-    ranks: int
-    cpus_per_rank: int | None
-    cpu_bind: str | None
-    options: tuple[str, ...]
-    wrap: tuple[str, ...]
-    """Words before each rank's command."""
+    @property
+    def ranks(self) -> int:
+        """How many it starts."""
 
-    def words(self, command: Sequence[str], env: Mapping[str, str], wait_s: int = 60) -> list[str]:
-        """The command line that starts ``command`` on every rank.
+    def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """The command line that starts a program with its arguments on every rank; variables named reach the ranks."""
 
-        Args:
-            command: program and arguments of a rank.
-            env: variables that must reach the ranks; the caller also sets them for the launcher itself.
-            wait_s: seconds after the first rank's end at which srun ends the others.
-        """
-        if self.kind == "srun":
-            return ["srun", *self._srun(wait_s), *self.options, *self.wrap, *command]
-        return ["mpirun", *self._mpirun(env), *self.options, *self.wrap, *command]
-
-    def once_a_node(self, command: Sequence[str]) -> list[str]:
-        """The command line that starts ``command`` once on every node, without MPI."""
-        return ["srun", "--overlap", "--mpi=none", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1",
-                "--cpus-per-task=1", "--kill-on-bad-exit=1", "--input=none", *command]  # fmt: skip
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Variables that the launcher itself needs, where the user has not set them."""
 
     def describe(self) -> str:
         """For people."""
-        return f"srun --mpi={self.mpi}" if self.kind == "srun" and self.mpi else self.kind
 
-    def _srun(self, wait_s: int) -> list[str]:
-        words = [f"--nodes={self.nodes}", f"--ntasks={self.ranks}", "--kill-on-bad-exit=1", f"--wait={wait_s}", "--input=none"]
+
+@dataclass(frozen=True)
+class Srun:
+    """Slurm's own."""
+
+    nodes: int
+    ranks: int
+    slurm: SlurmConfig
+    mpi: str | None
+    """Value of --mpi; None leaves it to the site."""
+
+    def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """See Launcher. Its environment reaches the ranks as it is."""
+        slurm = self.slurm
+        # Without --kill-on-bad-exit the ranks of a dead one run on to the time limit.
+        words = ["srun", f"--nodes={self.nodes}", f"--ntasks={self.ranks}", "--kill-on-bad-exit=1", "--input=none"]
         words += [f"--mpi={self.mpi}"] if self.mpi else []
-        words += [f"--cpus-per-task={self.cpus_per_rank}"] if self.cpus_per_rank else []
-        words += [f"--cpu-bind={self.cpu_bind}"] if self.cpu_bind else []
-        return words
+        words += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
+        words += [f"--cpu-bind={slurm.cpu_bind}"] if slurm.cpu_bind else []
+        return [*words, *slurm.srun_options, *slurm.wrap, *command]
 
-    def _mpirun(self, env: Mapping[str, str]) -> list[str]:
-        # Open MPI binds each rank to one core by default: loaders and Horovod's thread would share it.
-        words = ["-n", str(self.ranks), "--bind-to", "none", "--map-by", "slot"]
-        return words + [word for name in sorted(env) for word in ("-x", name)]
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """See Launcher."""
+        return {}
+
+    def describe(self) -> str:
+        """See Launcher."""
+        return f"srun --mpi={self.mpi}" if self.mpi else "srun"
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """The MPI library's own, which finds the job's nodes in Slurm's variables."""
+
+    nodes: int
+    ranks: int
+    slurm: SlurmConfig
+    program: MpiRun
+
+    def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """See Launcher."""
+        words = self.program.argv(self.ranks, env, cores=self.ranks, local=False)
+        return [*words, *self.slurm.mpirun_options, *self.slurm.wrap, *command]
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """See Launcher."""
+        return launcher_environment(self.program.flavour, False, given)
+
+    def describe(self) -> str:
+        """See Launcher."""
+        return "mpirun"
+
+
+def once_a_node(nodes: int, command: Sequence[str]) -> list[str]:
+    """The command line that starts a program once on every node, without MPI."""
+    options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    return ["srun", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *options, *command]
 
 
 def candidates(
-    launch: LaunchConfig, nodes: int, ranks: int, offered: Sequence[str], mpirun: bool, exported: bool = True
+    launch: LaunchConfig, nodes: int, ranks: int, offered: Sequence[str], mpirun: MpiRun | None, flavour: Flavour | None
 ) -> list[Launcher]:
     """Launchers worth trying, best first; the first one whose preflight passes is taken.
 
@@ -74,22 +99,32 @@ def candidates(
         nodes: nodes of the job.
         ranks: ranks of the job.
         offered: what ``srun --mpi=list`` prints; empty without srun.
-        mpirun: whether mpirun is on PATH.
+        mpirun: the MPI library's mpirun, if there is one.
+        flavour: family of the MPI library, if there is one.
 
     Raises:
         UserError: what the configuration asks for is not there.
     """
     slurm = launch.slurm
-    common = {"nodes": nodes, "ranks": ranks, "cpus_per_rank": slurm.cpus_per_rank, "cpu_bind": slurm.cpu_bind, "wrap": slurm.wrap}
-    found = []
+    found: list[Launcher] = []
     if launch.launcher != "mpirun" and offered:
         if slurm.mpi and slurm.mpi not in offered:
-            raise UserError(f"srun has no --mpi={slurm.mpi} here", f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun")
-        types: list[str | None] = [slurm.mpi] if slurm.mpi else [name for name in PREFERRED_MPI if name in offered][:1] or [None]  # type: ignore[assignment]
-        found += [Launcher("srun", mpi, options=slurm.srun_options, **common) for mpi in types]  # type: ignore[arg-type]
-    if launch.launcher != "srun" and mpirun:
-        found.append(Launcher("mpirun", None, options=slurm.mpirun_options, **common))  # type: ignore[arg-type]
+            raise UserError(
+                f"srun has no --mpi={slurm.mpi} here",
+                f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun",
+            )
+        found.append(Srun(nodes, ranks, slurm, slurm.mpi or best_mpi(offered, flavour)))
+    if launch.launcher != "srun" and mpirun is not None:
+        found.append(Mpirun(nodes, ranks, slurm, mpirun))
     if not found:
         wanted = "srun or mpirun" if launch.launcher == "auto" else launch.launcher
-        raise UserError(f"{wanted} is not on PATH in the job", "load the module that brings it in launch.modules, or change launch.launcher")
+        raise UserError(f"there is no {wanted} in the job", "load the module that brings it in launch.modules")
     return found
+
+
+def best_mpi(offered: Sequence[str], flavour: Flavour | None) -> str | None:
+    """The MPI type that fits the library: Open MPI 5 takes PMIx only, MPICH's family PMI-2 as well."""
+    if flavour is None:
+        return None
+    wanted = PREFERRED_MPI if flavour is Flavour.HYDRA else ("pmix",)
+    return next((name for name in wanted if name in offered), next((name for name in offered if "pmix" in name), None))

@@ -1,0 +1,119 @@
+"""``hpctrain supervise`` inside a Slurm job: one attempt, and what follows from its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from hpctrain import facts
+from hpctrain.config import Config
+from hpctrain.config_file import dump, load
+from hpctrain.errors import ExitCode, HpctrainError, UserError
+from hpctrain.launch import live_lock
+from hpctrain.launch.local import plain_command, rank_environment
+from hpctrain.launch.slurm import client, in_job
+from hpctrain.launch.slurm.directives import ranks_per_node
+from hpctrain.launch.slurm.job import Job, current
+from hpctrain.launch.slurm.submission import ALIVE, settle
+from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
+from hpctrain.launch.threads import threads_per_rank
+from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
+
+LEAVE_S = 60.0
+"""Seconds that Slurm has to end this process after a requeue."""
+
+
+def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = False) -> int:
+    """One attempt at a run in the Slurm job that this process is the batch script of; the job's exit code.
+
+    Raises:
+        UserError: not in a Slurm job, a wrong run file, or ranks that do not find each other.
+    """
+    job = current()
+    if job is None:
+        raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
+    config = load(run_file, overrides)
+    run_dir = RunDir.for_config(config)
+    config = settle(config, run_dir)
+    forget_dead_holder(run_dir)
+    verdict = supervise(
+        run_dir,
+        lambda number: make_launch(config, run_dir, job, number, verbose),
+        limits(config),
+        facts={"job": job.id, "restarts": job.restarts, "nodes": job.nodes, "ranks": job.ranks, **facts.of_run()},
+        run_yaml=dump(config),
+        verbose=verbose,
+        by_person=lambda number: number in (signal.SIGINT, signal.SIGHUP),
+    )
+    report(verdict, run_dir)
+    return follow(verdict, config, run_dir, job)
+
+
+def limits(config: Config) -> Limits:
+    """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
+    grace_s = max(config.launch.stop_grace_s, 0.9 * (config.launch.slurm.signal_s or 0))
+    return Limits(stop_grace_s=grace_s, max_failures=config.launch.max_failures)
+
+
+def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose: bool) -> Launch:
+    """What starts the ranks; what prevents it stands in the run folder, too."""
+    try:
+        if job.nodes != config.launch.nodes or job.ranks != job.nodes * ranks_per_node(config.launch):
+            raise UserError(
+                f"the job has {job.nodes} nodes and {job.ranks} ranks, the run file asks for {config.launch.nodes} nodes "
+                f"with {ranks_per_node(config.launch)} ranks each",
+                "submit it with hpctrain submit, or give sbatch the same --nodes and --ntasks-per-node",
+            )
+        prepared = in_job.prepare(config, run_dir, job)
+    except HpctrainError as error:
+        verdict = Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause="preflight")
+        run_dir.end_attempt(number, verdict=verdict.to_json())
+        in_job.end_chain(run_dir, job)
+        raise
+    if config.task:
+        staged = [f"--task_args={json.dumps(prepared.task_args)}"] if prepared.task_args != config.task_args else []
+        quiet = ["--verbose"] if verbose else []
+        command = [prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *staged, *quiet]
+    else:
+        command = plain_command(config)
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or 1)
+    threads = config.train.threads or config.launch.slurm.cpus_per_rank or threads_per_rank(cores, ranks_per_node(config.launch))
+    env = rank_environment(config, job.ranks, threads, verbose, os.environ)
+    env |= prepared.launcher.environment({**os.environ, **env})
+    say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
+    # mpirun passes on only what is named; the supervisor adds the last two.
+    named = {**env, ATTEMPT: "", RUN_DIR: ""}
+    return Launch(prepared.launcher.words(command, named), env, job.ranks, speaks=bool(config.task))
+
+
+def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
+    """Requeues where the verdict says so and the site allows it; the exit code of the job."""
+    if verdict.action is not Action.REQUEUE:
+        in_job.end_chain(run_dir, job)
+        return verdict.exit_code
+    try:
+        in_job.requeue(config, run_dir, job)
+    except HpctrainError as error:
+        say(f"not requeued: {error}")
+        run_dir.update(not_requeued=error.what)
+        return error.exit_code if error.exit_code == ExitCode.DO_NOT_REQUEUE else verdict.exit_code
+    say("requeued")
+    # Slurm ends this process now. Leaving before would have the job counted as ended.
+    time.sleep(LEAVE_S)
+    return verdict.exit_code
+
+
+def forget_dead_holder(run_dir: RunDir) -> None:
+    """Removes the lock of a job that Slurm knows to be over: no need to wait until it counts as dead."""
+    holder = live_lock.read(run_dir.lock_file)
+    if holder is None or holder.job is None or holder.job == os.environ.get("SLURM_JOB_ID"):
+        return
+    try:
+        if not any(entry.state in ALIVE for entry in client.queue([holder.job])):
+            run_dir.lock_file.unlink(missing_ok=True)
+    except HpctrainError as error:
+        say(str(error))

@@ -1,0 +1,74 @@
+"""A run on the test cluster, as its user sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpctrain.run_dir import RunDir
+from tests.slurm.cluster import Cluster, until
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run file, its folder and our commands on it."""
+
+    cluster: Cluster
+    file: Path
+    folder: Path
+
+    @classmethod
+    def write(cls, cluster: Cluster, home: Path, **keys: Any) -> Run:
+        """Writes a run file for two nodes with two ranks each; ``launch`` and ``slurm`` are merged into its sections."""
+        home.mkdir(parents=True)
+        launch = {"nodes": 2, "ranks_per_node": 2, **keys.pop("launch", {})}
+        launch["slurm"] = {"profile": "local-test", "signal_s": 20, **keys.pop("slurm", {})}
+        content = {"name": "r", "run_dir": str(home / "run"), "launch": launch, **keys}
+        (home / "run.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return cls(cluster, home / "run.yaml", home / "run")
+
+    @property
+    def marker(self) -> str:
+        """Text that only processes of this run have in their command line or environment."""
+        return self.folder.parent.name
+
+    @property
+    def dir(self) -> RunDir:
+        """The run folder's reader."""
+        return RunDir(self.folder)
+
+    def hpctrain(self, *words: object, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Runs one of our commands on the login node."""
+        return self.cluster.run("hpctrain", *map(str, words), check=check, timeout=timeout, cwd=self.file.parent)
+
+    def submit(self, *options: object) -> str:
+        """The id of the submitted job."""
+        return self.hpctrain("submit", self.file, "--parsable", *options).stdout.strip()
+
+    def status(self) -> dict[str, Any]:
+        """What ``hpctrain status --json`` says of the run."""
+        return dict(json.loads(self.hpctrain("status", self.folder, "--json").stdout)[0])
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Events of one name."""
+        return [event for event in self.dir.read_events() if event["event"] == name]
+
+    def log(self) -> str:
+        """Everything that the run has printed."""
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.folder.glob("logs/*")))
+
+    def wait(self, job: str, *states: str, timeout: float = 120) -> str:
+        """The job's state once it is one of these; fails with the logs."""
+        try:
+            return self.cluster.wait(job, *states, timeout=timeout)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
+
+    def wait_for(self, condition: Any, timeout: float = 60) -> Any:
+        """Polls a condition; fails with the logs."""
+        return until(condition, timeout, self.log)
