@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from types import ModuleType
 from typing import Protocol
 
@@ -10,14 +12,15 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.comm import horovod_setup
-from hpctrain.comm.auto import Candidate
+from hpctrain.comm.auto import Candidate, Surroundings, candidates
 from hpctrain.comm.buckets import ALIGNMENT
 from hpctrain.comm.compression import CODECS, Codec
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum
-from hpctrain.comm.node_sum import open_node_sum
+from hpctrain.comm.node_sum import FOLDER, open_node_sum
 from hpctrain.comm.totals import SLOTS
-from hpctrain.errors import UserError
+from hpctrain.comm.world import World
+from hpctrain.config import ReduceConfig
 
 ROW = ALIGNMENT
 """Numbers of a row. TensorFlow cuts whole rows of 64 bytes off an array without copying them."""
@@ -27,7 +30,7 @@ class Reducer(Protocol):
     """Sums an array over the ranks. Every rank makes the same calls in the same order."""
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
-        """The sum over the ranks of a float32[rows, 16]; valid until the next call. The last row always travels as fp32."""
+        """The sum over the ranks of a float32[rows, 16], valid until the next call. The last row always travels as fp32."""
 
     def close(self) -> None:
         """Releases memory and communicators; Horovod goes on until the process ends."""
@@ -45,7 +48,7 @@ class NoReducer:
 
 
 class HostReducer:
-    """Copies the gradients into a host buffer that MPI sums in place. On a CPU TensorFlow reads the sums where they lie."""
+    """MPI sums a copy of the gradients in host memory, where a TensorFlow on CPUs reads the sums without a further copy."""
 
     def __init__(self, host: HostSum) -> None:
         self.host = host
@@ -96,13 +99,30 @@ class FastFloat16:
         np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
 
 
+def possible(config: ReduceConfig, world: World) -> list[Candidate]:
+    """What may be chosen from on these ranks; raises UserError where the configuration cannot be met. Collective.
+
+    Gradients are sent after backward here, never during it.
+    """
+    group = world.data
+    horovod = False
+    if group.size > 1 and config.kind == "auto":
+        horovod = all(group.allgather(horovod_setup.available("tensorflow"), "look for Horovod"))
+    around = Surroundings(
+        ranks=group.size,
+        nodes=world.nodes,
+        shared_memory=world.local_size > 1 and os.path.isdir(FOLDER),
+        horovod=horovod,
+        gpu=bool(tf.config.list_logical_devices("GPU")),
+    )
+    return candidates(replace(config, overlap="off"), around)
+
+
 def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
     """The reducer of a candidate for ``length`` numbers, a multiple of 16. Collective over the group.
 
-    There is no sending during backward here, so ``overlap`` sends after it, too.
-
     Raises:
-        UserError: Horovod or shared memory is not there; see horovod_setup.
+        UserError: Horovod is missing or does not fit; see horovod_setup.
     """
     if candidate.kind == "none" or group.size == 1:
         return NoReducer()
@@ -114,13 +134,9 @@ def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
 
 
 def host_sum(candidate: Candidate, group: Group, length: int) -> HostSum:
-    """The way by which MPI sums a host buffer."""
+    """The way by which MPI sums a host buffer: through shared memory where that was meant and can be."""
     if candidate.compression != "none":
         codec: Codec = FastFloat16() if candidate.compression == "fp16" else CODECS[candidate.compression]
         return CompressedSum(group, length, SLOTS, codec)
-    if candidate.way != "node":
-        return FlatSum(group, length)
-    shared = open_node_sum(group, length)
-    if shared is None:
-        raise UserError("the ranks of this node cannot share memory", "choose another reducer: reduce.kind: auto")
-    return shared
+    shared = open_node_sum(group, length) if candidate.way == "node" else None
+    return shared or FlatSum(group, length)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +12,14 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choose
+from hpctrain.comm.auto import Candidate, Choice, choose
 from hpctrain.comm.buckets import plan
-from hpctrain.comm.group import Group
-from hpctrain.comm.horovod_setup import available
-from hpctrain.comm.tensorflow_reduce import ROW, NoReducer, Reducer, open_reducer
+from hpctrain.comm.tensorflow_reduce import ROW, NoReducer, Reducer, open_reducer, possible
 from hpctrain.comm.totals import LOSS, SLOTS, WEIGHT, totals
 from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.errors import UserError
-from hpctrain.frameworks.tensorflow_loss_scale import LossScale
+from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.tensorflow_passes import Passes, Tensors, Update, slots_and_norm
 from hpctrain.frameworks.tensorflow_runtime import POLICIES
 from hpctrain.frameworks.tensorflow_state import (
@@ -33,15 +30,16 @@ from hpctrain.frameworks.tensorflow_state import (
     model_tensors,
     optimizer_tensors,
     path_in,
-    refuse_duplicates,
+    require_same_model,
 )
+from hpctrain.frameworks.torch_scale import LossScale
 from hpctrain.task import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
-from hpctrain.train.seeds import derive
+from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
-SCALER = "scaler/state"
+SCALER = "scaler/scale"
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,23 @@ class KerasStepResult:
 
 
 class KerasFramework:
-    """One Keras model on this rank. Forward, backward and update are TensorFlow functions; the exchange lies between them."""
+    """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework.
+
+    Forward and backward are one TensorFlow function, the update is another; the exchange lies between them.
+
+    Where ``auto`` has a choice, the reducer is made with the first update: it measures on its batch. Set ``chosen_reducer``
+    before that to keep an earlier choice, ``announce`` to hear of a new one.
+    """
 
     name = "tensorflow"
 
     def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock) -> None:
+        """Makes the model and its optimizer equal on all ranks. Collective.
+
+        Raises:
+            UserError: Keras runs on another backend, the ranks' models differ, or the reducer that the configuration
+                names cannot be had.
+        """
         refuse_what_cannot_work(task, config)
         self.task = task
         self.group = world.data
@@ -79,8 +89,11 @@ class KerasFramework:
         self.update = Update(task.optimizer, variables, self.layout, compiled)
         self.evaluation = self.passes
         self.reducer: Reducer | None = None
-        self.choice: Choice | None = None
-        """The reducer and how it was found; none before the first step."""
+        self.chosen_reducer: str | None = None
+        self.announce: Callable[[Choice], None] | None = None
+        self.among = possible(config.reduce, world)
+        if len(self.among) == 1:
+            self.reducer = open_reducer(self.among[0], self.group, self.layout.length)
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
         self.learning_rate = own_learning_rate(task.optimizer)
         self.factor: float | None = None
@@ -91,28 +104,28 @@ class KerasFramework:
 
     def _make_equal(self) -> None:
         """Weights and optimizer as rank 0 has them; noise of each rank's own."""
-        tensors = [*model_tensors(self.task.model), *optimizer_tensors(self.task.optimizer, self.task.model)]
-        refuse_duplicates(tensors)
+        tensors = self._variables()
+        require_same_model(self.group, tensors)
         for tensor in tensors:
             value = np.array(tensor.host_view())
-            self.group.broadcast_array(value, "take over the weights of rank 0")
+            self.group.broadcast_array(value, "receive the model")
             tensor.assign(value)
         if self.config.train.ema_decay is not None:
             self.update.keep_average(self.config.train.ema_decay)
             averages = zip(self.task.model.trainable_variables, self.update.averages, strict=True)
             self.evaluation = Passes(self.task, self.config.reduce.sparse, self.config.train.compile, list(averages))
-        self.noise.reset_from_seed(derive(self.config.seed, self.group.rank))
-        if self.group.rank > 0:
-            for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
-                seed = derive(self.config.seed, self.group.rank, number) % 2**32
-                variable.assign([seed, 0])
+        rank_seed = derive(self.config.seed, self.group.rank, 1)  # noise such as dropout must differ between ranks
+        seed_python(rank_seed)
+        self.noise.reset_from_seed(rank_seed)
+        for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
+            variable.assign([derive(rank_seed, number) % 2**32, 0])
 
     def set_learning_rate(self, factor: float) -> None:
         """See Framework."""
         if self.learning_rate is None:
             if factor != 1.0:
                 raise UserError(
-                    "both schedule: of the run file and the Keras optimizer change the learning rate",
+                    "both the run file's schedule and the Keras optimizer's own change the learning rate",
                     "give the optimizer a number as its learning rate, or remove schedule: from the run file",
                 )
         elif factor != self.factor:
@@ -124,7 +137,7 @@ class KerasFramework:
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
         if self.reducer is None:
-            self.reducer = self.choose_reducer(batches, global_samples)
+            self.reducer = self._measure(batches, global_samples)
         mine = self.gradients(batches, global_samples)
         self.clock.mark(Phase.BACKWARD)
         total = self.reducer.sum(mine)
@@ -133,20 +146,23 @@ class KerasFramework:
         self.clock.mark(Phase.OPTIMIZER)
         return result
 
-    def choose_reducer(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
-        """Opens the reducer that is configured, or found fastest on the first batch."""
-        among = candidates(self.config.reduce, surroundings(self.group))
+    def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
+        """The reducer that was chosen before, or is fastest on these batches; rehearsals leave the model as it was."""
+        if self.chosen_reducer is not None:
+            return open_reducer(Candidate.parse(self.chosen_reducer), self.group, self.layout.length)
         changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
         before = [np.array(tensor.host_view()) for tensor in changed]
-        self.choice = choose(among, StepRehearsal(self, batches, global_samples), self.group)
+        choice = choose(self.among, StepRehearsal(self, batches, global_samples), self.group)
         for tensor, value in zip(changed, before, strict=True):
             tensor.assign(value)
-        return open_reducer(self.choice.candidate, self.group, self.layout.length)
+        if self.announce:
+            self.announce(choice)
+        return open_reducer(choice.candidate, self.group, self.layout.length)
 
     def gradients(self, batches: Sequence[Tensors], global_samples: int) -> tf.Tensor:
         """This rank's contribution; zeros where its part of the batch is empty."""
         share = tf.constant(1.0 / global_samples)
-        scale = tf.constant(self.loss_scale.value if self.loss_scale else 1.0)
+        scale = tf.constant(self.loss_scale.factor if self.loss_scale else 1.0)
         flat = None
         for batch in batches:
             more = self.passes.gradients(batch, share, scale)
@@ -156,16 +172,15 @@ class KerasFramework:
     def _apply(self, mine: tf.Tensor, total: tf.Tensor, global_samples: int) -> KerasStepResult:
         *slots, square = np.asarray(slots_and_norm(total)).tolist()
         known = totals(slots)
-        divisor = known.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        divisor = known.divisor * (self.loss_scale.factor if self.loss_scale else 1.0)
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
-        finite = math.isfinite(known.loss) and math.isfinite(norm)
-        if finite:
+        if math.isfinite(known.loss) and math.isfinite(norm):
             factor = clip_factor(norm, self.config.train.clip_norm) / divisor
             self.update.run(total, None if factor == 1.0 else tf.constant(factor, tf.float32))
-        elif self.loss_scale is None or self.loss_scale.is_least:
+            if self.loss_scale:
+                self.loss_scale.succeeded()
+        elif self.loss_scale is None or not self.loss_scale.overflowed():
             raise NonFiniteLoss(self._ranks_at_fault(mine))
-        if self.loss_scale:
-            self.loss_scale.advance(finite)
         return KerasStepResult(mine[-1], global_samples, norm)
 
     def _ranks_at_fault(self, mine: tf.Tensor) -> list[int]:
@@ -188,14 +203,17 @@ class KerasFramework:
         return {"output": np.asarray(outputs)}
 
     def state(self) -> list[StateTensor]:
-        """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/state``, ``rng/...``."""
-        scaler = [ArrayTensor(SCALER, self.loss_scale.to_array())] if self.loss_scale else []
-        return [*self._variables(), *scaler]
+        """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
+        scaler = [ArrayTensor(SCALER, self.loss_scale.state)] if self.loss_scale else []
+        host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
+        return [*self._variables(), *scaler, *host]
 
     def _variables(self) -> list[VariableTensor]:
         model = self.task.model
         paths = [path_in(model, variable) for variable in model.trainable_variables]
-        averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.update.averages, strict=False)]
+        averages = [
+            VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.update.averages, strict=False)
+        ]
         return [
             *model_tensors(model),
             *optimizer_tensors(self.task.optimizer, model),
@@ -204,11 +222,12 @@ class KerasFramework:
         ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """See Framework."""
+        """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         load_tensors(self._variables(), arrays)
         if self.loss_scale and SCALER in arrays:
-            self.loss_scale.restore(arrays[SCALER])
-        self.factor = None
+            self.loss_scale.state[:] = arrays[SCALER]
+        restore_host_random_state(arrays)
+        self.factor = None  # the rates of the run file hold, not the saved ones
 
     def synchronize(self) -> None:
         """See Framework: copies are complete when ``copy_into`` returns."""
@@ -246,14 +265,6 @@ class StepRehearsal:
         self.reducer.close()
 
 
-def surroundings(group: Group) -> Surroundings:
-    """What the ranks of a group can use; the same answer on each."""
-    hosts = group.allgather(socket.gethostname(), "find the nodes")
-    horovod = group.size > 1 and all(group.allgather(available("tensorflow"), "find Horovod"))
-    gpu = bool(tf.config.list_logical_devices("GPU"))
-    return Surroundings(group.size, len(set(hosts)), len(set(hosts)) < group.size, horovod, gpu)
-
-
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
     """A host batch as tensors; on a CPU they may share the arrays' memory."""
     return {name: tf.convert_to_tensor(array) for name, array in batch.items()}
@@ -274,13 +285,23 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
 def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
     """Raises UserError where training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
-        raise UserError(f"Keras runs on {keras.backend.backend()}", "set KERAS_BACKEND=tensorflow")
+        raise UserError(
+            f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
+            "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
+        )
     if not task.model.built:
-        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call model.build(shape)")
+        raise UserError(
+            "the Keras model has no weights yet",
+            "begin it with keras.Input(shape), or call model.build(shape) in the task",
+        )
     if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer):
-        raise UserError("the optimizer is a LossScaleOptimizer", "give the inner one: train.precision: fp16 scales the loss itself")
+        raise UserError(
+            "the optimizer is a LossScaleOptimizer",
+            "give the inner one: train.precision: fp16 scales the loss by itself",
+        )
     policy = POLICIES[config.train.precision]
-    if config.train.precision != "fp32" and all(layer.dtype_policy.name != policy for layer in task.model._flatten_layers()):
+    used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
+    if config.train.precision != "fp32" and policy not in used:
         raise UserError(
             f"train.precision is {config.train.precision} but no layer of the Keras model computes in it",
             f"call keras.config.set_dtype_policy({policy!r}) before the model is made",

@@ -20,7 +20,7 @@ Tensors = Mapping[str, tf.Tensor]
 
 
 class Traced:
-    """A TensorFlow function of a batch whose first axis may have any length, so that a smaller last batch traces nothing anew."""
+    """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced anew."""
 
     def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
         self.function = tf.function(function, jit_compile=compiled or None)
@@ -68,8 +68,8 @@ class Passes:
         self.sparse = sparse
         self.instead = instead
         self.gradients = Traced(self._gradients, compiled)
-        """gradients(batch, share, loss_scale) -> float32[rows, 16]: gradients of the loss' sum over the batch times both, laid
-        out as planned; the last row holds the slots of comm/totals.py times ``share``, which is 1 / global samples."""
+        """gradients(batch, share, loss_scale) -> float32[rows, 16]: gradients of the loss' sum over the batch times both,
+        in the order of comm/buckets.py; the last row holds the slots of comm/totals.py. ``share`` is 1 / global samples."""
         self.evaluate = Traced(self._evaluate, compiled)
         """evaluate(batch) -> {name: (sum, weight)}."""
         self.predict = Traced(self._predict, compiled)
@@ -181,7 +181,7 @@ class Update:
         self.averages: list[tf.Variable] = []
         self.ema_decay = 0.0
         self.run = tf.function(self._run, jit_compile=compiled or None)
-        """run(flat, factor): with the gradients in float32[rows, 16] times ``factor``, or as they are where it is None."""
+        """run(flat, factor): with gradients float32[rows, 16] times ``factor``, or as they are where it is None."""
 
     def keep_average(self, decay: float) -> None:
         """From now on keeps an EMA of the weights, in float32, that begins where they are now."""

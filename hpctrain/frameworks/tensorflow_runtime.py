@@ -1,4 +1,4 @@
-"""TensorFlow's process-wide settings: threads, chatter, seed, precision. Importing this loads neither TensorFlow nor Keras."""
+"""TensorFlow's process-wide settings: threads, chatter, seed, precision. Importing this loads no framework."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-
-from hpctrain.errors import UserError
 
 CHATTER = re.compile(
     rb"oneDNN custom operations are on|All log messages before absl::InitializeLog|optimized to use available CPU"
@@ -29,16 +27,8 @@ def set_environment(threads: int | None, verbose: bool = False) -> None:
 
     Args:
         threads: compute threads of this rank; by default OMP_NUM_THREADS, else what TensorFlow chooses.
-
-    Raises:
-        UserError: KERAS_BACKEND names another backend.
     """
-    backend = os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if backend != "tensorflow":
-        raise UserError(
-            f"KERAS_BACKEND is {backend}, but Keras tasks run on TensorFlow only",
-            "unset KERAS_BACKEND, or set it to tensorflow",
-        )
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     count = str(threads) if threads else os.environ.get("OMP_NUM_THREADS", "")
     if count.isdigit():
         os.environ.setdefault("TF_NUM_INTRAOP_THREADS", count)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.state import Placement
 
@@ -57,7 +59,9 @@ def model_tensors(model: keras.Model) -> list[VariableTensor]:
     replicated as trained ones are.
     """
     frozen = {id(variable) for layer in model._flatten_layers() for variable in layer._trainable_variables}
-    tensors = [VariableTensor(f"model/{path_in(model, variable)}", variable.value) for variable in model.trainable_variables]
+    tensors = [
+        VariableTensor(f"model/{path_in(model, variable)}", variable.value) for variable in model.trainable_variables
+    ]
     for variable in model.non_trainable_variables:
         group = "rng" if is_seed(variable) else "model"
         placement = Placement.REPLICATED if id(variable) in frozen else Placement.RANK
@@ -87,38 +91,49 @@ def is_seed(variable: keras.Variable) -> bool:
     return variable.name == "seed_generator_state"
 
 
-def refuse_duplicates(tensors: Iterable[VariableTensor]) -> None:
-    """Raises UserError where two variables have one name."""
-    seen: set[str] = set()
-    for tensor in tensors:
-        if tensor.name in seen:
-            raise UserError(
-                f"two variables of the Keras model or optimizer are called {tensor.name}",
-                "give layers of the same model different names",
-            )
-        seen.add(tensor.name)
+def require_same_model(group: Group, tensors: Sequence[VariableTensor]) -> None:
+    """Raises UserError, on every rank, where two variables have one name or ranks built different models."""
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+    names = Counter(tensor.name for tensor in tensors)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UserError(
+            f"{names[twice[0]]} variables of the Keras model or optimizer are called {twice[0]}",
+            "give layers of the same model different names",
+        )
+    digests = group.allgather(hashlib.sha256(repr(described).encode()).hexdigest(), "compare the models")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise UserError(
+            f"the model of rank {odd[0]} differs from that of rank 0 in the names, shapes or types of its variables",
+            "build the same model on every rank; only data may depend on the rank",
+        )
 
 
 def load_tensors(tensors: Sequence[VariableTensor], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none where one is missing or has another shape."""
+    """Assigns all values by name, or none where a replicated one is missing or one has another shape."""
     for tensor in tensors:
         if tensor.name not in arrays:
+            if tensor.placement is Placement.RANK:
+                continue
             raise UserError(
                 f"{tensor.name} is missing from what is to be loaded",
-                "load it into the model and optimizer that it was saved from, or start from weights only: checkpoint.init_from",
+                "load it into the model and optimizer that it was saved from",
             )
         if tuple(arrays[tensor.name].shape) != tensor.shape:
+            saved = list(arrays[tensor.name].shape)
             raise UserError(
-                f"{tensor.name} has shape {list(tensor.shape)} here and {list(arrays[tensor.name].shape)} in what is to be loaded",
+                f"{tensor.name} has shape {list(tensor.shape)} here and {saved} in what is to be loaded",
                 "load it into the model that it was saved from",
             )
     for tensor in tensors:
-        tensor.assign(arrays[tensor.name])
+        if tensor.name in arrays:
+            tensor.assign(arrays[tensor.name])
 
 
 def digest(tensors: Sequence[VariableTensor]) -> str:
     """SHA-256 over the values in order, hexadecimal."""
     everything = hashlib.sha256()
     for tensor in tensors:
-        everything.update(np.ascontiguousarray(tensor.host_view()).view(np.uint8).data if tensor.shape else tensor.host_view().tobytes())
+        everything.update(np.ascontiguousarray(tensor.host_view()).tobytes())
     return everything.hexdigest()
