@@ -33,8 +33,6 @@ TRASH = ".trash-"
 """Prefix of a folder that is being deleted."""
 REPLACED = ".replaced-"
 """Prefix of a checkpoint that gives way to another of the same step."""
-DAMAGED = "damaged-"
-"""Prefix of a checkpoint that was found damaged and put aside."""
 
 KEEP_ALL = Retention()
 
@@ -133,6 +131,12 @@ class CheckpointStore:
             raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
         return load_newest(self.path, [step] if step is not None else steps[::-1], self.group)
 
+    def close(self) -> None:
+        """Releases staging memory and the thread of ``save``; the store stays usable."""
+        if self.saver:
+            self.saver.close()
+        self.saver = None
+
     def partial(self, step: int, token: str) -> Path:
         """Folder in which a checkpoint is written before it is committed."""
         return self.path / f"{PARTIAL}{step_folder(step)}-{token}"
@@ -177,10 +181,10 @@ class CheckpointStore:
         if partial.is_dir():
             self._delete(partial)
 
-    def put_aside(self, step: int) -> Path:
-        """Renames a damaged checkpoint so that it is never chosen again; nothing of it is deleted."""
+    def put_aside(self, step: int, why: str) -> Path:
+        """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; nothing of it is deleted."""
         self.fence()
-        aside = self.path / f"{DAMAGED}{step_folder(step)}-{secrets.token_hex(4)}"
+        aside = self.path / f"{why}-{step_folder(step)}-{secrets.token_hex(4)}"
         os.rename(self.folder(step), aside)
         sync_folder(self.path)
         return aside

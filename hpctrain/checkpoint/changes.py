@@ -1,0 +1,84 @@
+"""What a run file may change between attempts, and what would make the resumed run another run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.errors import UserError
+
+DECISIVE = (
+    "seed",
+    "task",
+    "task_args",
+    "train.accumulate",
+    "train.precision",
+    "train.clip_norm",
+    "train.ema_decay",
+    "schedule",
+    "reduce.compression",
+    "data.shuffle",
+    "data.block_samples",
+    "data.drop_last",
+)
+"""Keys of the run file that change what is computed. The global batch and the data are compared as resolved."""
+LENGTH = ("train.epochs", "train.steps")
+"""Keys that a longer run changes; decisive only where the learning rate depends on the run's end."""
+ENDLESS = ("constant", "step")
+"""Schedules that do not depend on the run's end."""
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, lists for tuples, as JSON would give them back."""
+    result: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's identity that a resumed run must share, by dotted key."""
+    values = flat(identity["config"])
+    keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
+    chosen = {
+        key: value for key, value in values.items() if any(key == one or key.startswith(f"{one}.") for one in keys)
+    }
+    return chosen | {"global batch": identity["global_batch"], "training data": identity["data"]}
+
+
+def config_hash(identity: Mapping[str, Any]) -> str:
+    """Short hash of what is decisive."""
+    return hashlib.sha256(json.dumps(decisive(identity), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, saved value, value now) of what is decisive and differs; a key that one side lacks counts as None there."""
+    before, after = decisive(saved), decisive(now)
+    keys = sorted(before.keys() | after.keys())
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Raises UserError, showing the differences, where a run file asks for another run than the checkpoint's.
+
+    Args:
+        saved, now: identities: ``config`` (the run file as a dict), ``global_batch``, ``data`` (fingerprint).
+        where: the checkpoint, for the message.
+    """
+    found = differences(saved, now)
+    if not found:
+        return
+    shown = "; ".join(f"{key} was {before!r} and is {after!r}" for key, before, after in found)
+    fix = "restore the run file, give the run another name, or begin again with --fresh"
+    if any(key == "global batch" for key, _, _ in found):
+        old = saved["global_batch"]
+        fix = f"set train.global_batch to {old}, which any number of ranks up to {old} can share; or begin with --fresh"
+        per_rank = now["config"]["train"].get("batch_per_rank")
+        if per_rank and old % per_rank == 0:
+            fix = f"run on {old // per_rank} ranks; or {fix}"
+    raise UserError(f"the run file is not that of {where}: {shown}", fix)

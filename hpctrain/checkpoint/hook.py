@@ -1,0 +1,283 @@
+"""Checkpoints of a training run: resumed from at its start, saved when due, and at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import hpctrain
+from hpctrain.checkpoint.changes import config_hash
+from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint
+from hpctrain.checkpoint.policy import Cost, Policy, policy_of
+from hpctrain.checkpoint.resume import resume
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.saver import Outcome, Saver, open_saver
+from hpctrain.checkpoint.shard import host_buffer
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.run_dir import RunDir, current_attempt
+from hpctrain.train.clock import Phase
+from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.state import Placement, StateTensor
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+    from hpctrain.config import CheckpointConfig, Config
+    from hpctrain.train.framework import StepResult
+    from hpctrain.train.loop import Trainer
+
+NOTHING = np.array([0, 0, 1], dtype=np.int64)
+"""What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
+
+
+class CheckpointHook(BaseHook):
+    """Resumes, saves and reports. Use ``checkpoint_hook`` to make one from a run file.
+
+    Once a step the ranks take the minimum of three numbers (finished, sound, not due by rank 0's clock). It is begun after
+    one step and taken after the next, so that no rank ever waits for it.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        policy: Policy,
+        config: CheckpointConfig,
+        identity: Mapping[str, Any],
+        report: Callable[..., None],
+        fresh: bool = False,
+    ) -> None:
+        """
+        Args:
+            store: over all ranks of the run.
+            policy: when to save.
+            config: how to save.
+            identity: what a resumed run must share; see ``changes``.
+            report: called on rank 0 as report(event, step, **fields).
+            fresh: do not resume.
+        """
+        self.store = store
+        self.policy = policy
+        self.config = config
+        self.identity = identity
+        self.report = report
+        self.fresh = fresh
+        self.saver: Saver | None = None
+        self.agreement: Callable[[], Any] | None = None
+        self.cost: Cost | None = None
+        self.last_s = time.monotonic()
+        self.saved_step: int | None = None
+        self.due = False
+        self.is_best = False
+        self.best_step: int | None = None
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """Resumes from the newest sound checkpoint, or takes over initial weights."""
+        loaded = resume(self.store, trainer.framework, trainer.state, self.identity, self.fresh)
+        allocate = getattr(trainer.framework, "staging", host_buffer)
+        self.saver = open_saver(self.store, writers(self.config.writers, trainer.world), allocate)
+        if loaded:
+            self.saved_step = loaded.step
+            self.saver.sound.add(loaded.step)
+            self.saver.protected |= best_steps(self.store)
+            rejected = [dataclasses.asdict(one) for one in loaded.rejected]
+            self._report("resumed", loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected)
+        elif self.config.init_from:
+            from hpctrain.checkpoint.initial import load_initial
+
+            match = load_initial(self.config.init_from, trainer.framework)
+            self._report("initial_weights", 0, path=self.config.init_from, **match.to_json())
+        self.last_s = time.monotonic()
+
+    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+        """Makes a checkpoint due where the watched metric improved."""
+        if self.config.best_metric is None:
+            return None
+        if self.config.best_metric not in metrics:
+            raise missing_metric(self.config.best_metric, metrics)
+        value, best = metrics[self.config.best_metric], trainer.state.checkpoint_best
+        sign = 1 if self.config.best_mode == "min" else -1
+        if math.isfinite(value) and (best is None or sign * value < sign * best):
+            trainer.state.checkpoint_best = value
+            self.is_best = True
+        return None
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+        """Goes on with the checkpoint in flight, and begins one that is due."""
+        assert self.saver is not None, "before_fit opens the saver"
+        least = self._agreed()
+        self._settle(self.saver.advance(least[:2]))
+        state = trainer.state
+        by_position = self.policy.due_at(state.step, state.epoch, state.batch == 0)
+        self.due = self.due or by_position or self.is_best or not least[2]
+        if self.due and self.is_best and not self.saver.idle:
+            self._settle(self.saver.finish())
+        if self.due and self.saver.idle:
+            self._begin(trainer)
+            if self.config.mode == "sync":
+                self._settle(self.saver.finish())
+        elif self.saver.image is None:
+            self.saver.prepare(trainer.framework.state())
+        trainer.clock.mark(Phase.CHECKPOINT)
+        late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
+        not_due = not (late and self.saver.idle and self.store.group.rank == 0)
+        flags = np.append(self.saver.flags(), np.int64(not_due))
+        self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
+        return None
+
+    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+        """Saves the end of the attempt, and returns when it is durable. Raises RunFailed where it cannot be."""
+        assert self.saver is not None, "before_fit opens the saver"
+        self._settle(self.saver.advance(self._agreed()[:2]))
+        if not self.saver.idle:
+            self._settle(self.saver.finish())
+        if self.saved_step != trainer.state.step:
+            self._begin(trainer)
+            self._settle(self.saver.finish()).path_or_raise()
+
+    def close(self) -> None:
+        """See Hook."""
+        if self.saver:
+            self.saver.close()
+
+    def _agreed(self) -> Any:
+        """int64[3]: the last agreement."""
+        taken = self.agreement() if self.agreement else NOTHING
+        self.agreement = None
+        return taken
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Snapshot of all state at this step."""
+        assert self.saver is not None, "before_fit opens the saver"
+        tensors = trainer.framework.state()
+        if self.config.verify_replicated:
+            verify_replicated(self.store, tensors, trainer.state.step)
+        meta = {
+            "state": trainer.state.to_json(),
+            "identity": self.identity,
+            "config_hash": config_hash(self.identity),
+            "framework": trainer.framework.name,
+            "versions": versions(),
+            "best": self.is_best,
+            "time": time.time(),
+        }
+        self.saver.begin(tensors, trainer.state.step, meta, trainer.framework.synchronize)
+        if self.is_best:
+            self.best_step = trainer.state.step
+        self.due = self.is_best = False
+        self.last_s = time.monotonic()
+
+    def _settle(self, outcome: Outcome | None) -> Any:
+        """Reports how a save ended; a failed one leaves the run going on, unless it was fenced off."""
+        if outcome is None:
+            return None
+        path = str(outcome.path)
+        if outcome.error:
+            self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
+            self.store.fence()
+            return outcome
+        self.saved_step = outcome.step
+        if outcome.step == self.best_step and self.saver:
+            self.saver.protected = {outcome.step}
+        sync = self.config.mode == "sync"
+        self.cost = Cost(outcome.write_s if sync else outcome.stall_s, outcome.write_s)
+        self._report(
+            "checkpoint_saved",
+            outcome.step,
+            path=path,
+            bytes=outcome.num_bytes,
+            stall_s=self.cost.stall_s,
+            write_s=outcome.write_s,
+        )
+        return outcome
+
+    def _report(self, event: str, step: int, **fields: Any) -> None:
+        """On rank 0."""
+        if self.store.group.rank == 0:
+            self.report(event, step, **fields)
+
+
+def checkpoint_hook(
+    config: Config,
+    world: World,
+    run_dir: RunDir,
+    global_batch: int,
+    fingerprint: str,
+    report: Callable[..., None],
+    fresh: bool = False,
+) -> CheckpointHook:
+    """The hook of a run.
+
+    Args:
+        config: the run file.
+        world: the ranks.
+        run_dir: has the checkpoints, and the fence between attempts.
+        global_batch: samples of one update, as resolved for this number of ranks.
+        fingerprint: of the training data.
+        report: takes events on rank 0: report(event, step, **fields).
+        fresh: begin anew although there are checkpoints.
+    """
+    kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
+    attempt = current_attempt()
+    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: run_dir.check_fence(attempt))
+    identity = {"config": dataclasses.asdict(config), "global_batch": global_batch, "data": fingerprint}
+    plain = json.loads(json.dumps(identity))  # as it will come back from a manifest
+    return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, plain, report, fresh)
+
+
+def writers(mode: str, world: World) -> list[int]:
+    """Ranks that write replicated state, for ``checkpoint.writers``. Collective."""
+    local_ranks = world.everyone.allgather(world.local_rank, "find the nodes' first ranks")
+    if mode == "one":
+        return [0]
+    return [rank for rank, local_rank in enumerate(local_ranks) if mode == "all" or local_rank == 0]
+
+
+def best_steps(store: CheckpointStore) -> set[int]:
+    """The checkpoint that was the best one when it was saved last; at most one. Rank 0 knows it."""
+    for step in reversed(store.steps()) if store.group.rank == 0 else ():
+        with suppress(DamagedCheckpoint):
+            if store.manifest(step).meta.get("best"):
+                return {step}
+    return set()
+
+
+def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:
+    """The watched metric is none that the task reports."""
+    known = ", ".join(sorted(metrics))
+    return UserError(f"checkpoint.best_metric is {name!r}, which the task does not report", f"name one of {known}")
+
+
+def verify_replicated(store: CheckpointStore, tensors: Sequence[StateTensor], step: int) -> None:
+    """Raises RunFailed, on all ranks, where a tensor that should be equal on all of them is not. Collective; slow."""
+    sums = {}
+    for tensor in tensors:
+        if tensor.placement is Placement.REPLICATED:
+            value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
+            tensor.copy_into(value)
+            sums[tensor.name] = zlib.crc32(value.tobytes())
+    of_ranks = store.group.allgather(sums, "compare what should be equal")
+    unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]
+    if unequal:
+        raise RunFailed(
+            f"{len(unequal)} tensors differ between ranks at step {step}: {', '.join(unequal[:5])}",
+            "look for code that runs on some ranks only, or for random numbers that ranks do not share",
+        )
+
+
+def versions() -> dict[str, str]:
+    """Of what a resumed run's numbers depend on."""
+    found = {"python": platform.python_version(), "hpctrain": hpctrain.__version__}
+    for package in ("numpy", "h5py", "torch", "tensorflow-cpu", "tensorflow", "keras", "horovod", "mpi4py"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

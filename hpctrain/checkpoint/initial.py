@@ -1,0 +1,122 @@
+"""Initial weights from a checkpoint or a safetensors file, for fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint import safetensors
+from hpctrain.checkpoint.format import ITEM_TYPES
+from hpctrain.checkpoint.locate import locate
+from hpctrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hpctrain.train.framework import Framework
+    from hpctrain.train.state import StateTensor
+
+MODEL = "model/"
+AVERAGE = "ema/"
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which weights were taken, by name without ``model/``."""
+
+    taken: tuple[str, ...]
+    missing: tuple[str, ...]
+    """In the model, not in the source: they keep their initial values."""
+    unexpected: tuple[str, ...]
+    """In the source, not in the model: left out."""
+    reshaped: tuple[str, ...]
+    """In both, with different shapes: they keep their initial values."""
+
+    def to_json(self) -> dict[str, list[str]]:
+        """All fields as lists."""
+        return {key: list(value) for key, value in asdict(self).items()}
+
+
+def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:
+    """Compares shapes by name."""
+    both = [name for name in wanted if name in found]
+    return Match(
+        taken=tuple(name for name in both if wanted[name] == found[name]),
+        missing=tuple(name for name in wanted if name not in found),
+        unexpected=tuple(name for name in found if name not in wanted),
+        reshaped=tuple(name for name in both if wanted[name] != found[name]),
+    )
+
+
+def load_initial(source: str, framework: Framework) -> Match:
+    """Gives the model the weights of a source wherever name and shape agree; all else stays as it is.
+
+    A moving average of the weights begins at the weights that were taken.
+
+    Args:
+        source: run folder, checkpoint folder, or .safetensors file (names with or without ``model/``).
+
+    Raises:
+        UserError: the source is not there, or no name and shape agrees.
+        DamagedCheckpoint: it is damaged.
+    """
+    arrays, dtypes = weights_of(source)
+    state = framework.state()
+    wanted = {it.name.removeprefix(MODEL): it.shape for it in state if it.name.startswith(MODEL)}
+    match = match_names(wanted, {name: array.shape for name, array in arrays.items()})
+    if not match.taken:
+        raise UserError(
+            f"no weight of {source} has the name and shape of one of the model (it has {', '.join(list(arrays)[:3])} ...; "
+            f"the model has {', '.join(list(wanted)[:3])} ...)",
+            "rename the weights, or set checkpoint.init_from to a checkpoint of this model",
+        )
+    values = {it.name: current(it) for it in state}
+    for it in state:
+        prefix = next((prefix for prefix in (MODEL, AVERAGE) if it.name.startswith(prefix)), None)
+        name = it.name.removeprefix(prefix or "")
+        if prefix and name in match.taken:
+            values[it.name] = converted(arrays[name], dtypes[name], it.dtype)
+    framework.synchronize()
+    framework.load(values)
+    return match
+
+
+def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Model arrays and their logical types, by name without ``model/``. Every rank reads them by itself."""
+    if Path(source).is_dir():
+        store, step = locate(source)
+        loaded = store.load(step)
+        model = {name for name in loaded.arrays if name.startswith(MODEL)}
+        arrays, dtypes = {name: loaded.arrays[name] for name in model}, loaded.dtypes
+    else:
+        try:
+            arrays, dtypes = safetensors.read(Path(source))
+        except OSError as error:
+            raise UserError(
+                f"{source} cannot be read: {error.strerror or error}",
+                "set checkpoint.init_from to a file that is there",
+            ) from error
+    plain = {name: name.removeprefix(MODEL) for name in arrays}
+    return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}
+
+
+def current(tensor: StateTensor) -> NDArray[Any]:
+    """A state tensor's value."""
+    value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
+    tensor.copy_into(value)
+    return value
+
+
+def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
+    """An array of another floating-point type; values are rounded where it has fewer bits."""
+    if dtype == wanted:
+        return array
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if wanted == "bfloat16":
+        bits = array.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even; NaN excepted
+    return array.astype(ITEM_TYPES[wanted])

@@ -1,0 +1,80 @@
+"""When a checkpoint is due. Pure: time and cost are arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpctrain.config import CheckpointConfig
+
+FIRST_S = 60.0
+"""Seconds to the first automatic checkpoint, which measures what one costs."""
+LEAST_S = 10.0
+"""Automatic checkpoints are never closer than this."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a checkpoint took."""
+
+    stall_s: float
+    """Seconds without training."""
+    write_s: float
+    """Seconds until it was committed."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules, any of which makes a checkpoint due."""
+
+    every_steps: int | None = None
+    every_epochs: int | None = None
+    every_s: float | None = None
+    mtbf_s: float | None = None
+    """Mean time between failures, for the interval of Young and Daly."""
+    overhead_budget: float = 0.035
+    """Largest share of time that automatic checkpoints may stall."""
+
+    def due_at(self, step: int, epoch: int, at_epoch_end: bool) -> bool:
+        """Whether the position alone makes one due: the same on every rank."""
+        if self.every_steps and step % self.every_steps == 0:
+            return True
+        return bool(self.every_epochs and at_epoch_end and epoch % self.every_epochs == 0)
+
+    def interval_s(self, cost: Cost | None) -> float:
+        """Seconds from one checkpoint to the next by the clock, infinity if only positions count; rank 0 decides."""
+        interval = self.every_s or math.inf
+        if self.mtbf_s is None:
+            return interval
+        automatic = FIRST_S if cost is None else automatic_interval_s(cost, self.mtbf_s, self.overhead_budget)
+        return min(interval, automatic)
+
+
+def automatic_interval_s(cost: Cost, mtbf_s: float, overhead_budget: float) -> float:
+    """Daly's interval, lengthened until stalls keep to their budget and the disk rests half of the time."""
+    return max(daly_s(cost.stall_s, mtbf_s), cost.stall_s / overhead_budget, 2 * cost.write_s, LEAST_S)
+
+
+def daly_s(stall_s: float, mtbf_s: float) -> float:
+    """The interval that wastes least time on checkpoints and repeated work.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+    Systems 22 (2006), eq. 37; to first order Young's sqrt(2 * stall * mtbf).
+    """
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = stall_s / (2 * mtbf_s)
+    return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+
+
+def policy_of(config: CheckpointConfig) -> Policy:
+    """The rules of a run file; ``interval: auto`` counts where no other rule is given."""
+    given = config.every_steps or config.every_epochs or config.every_minutes
+    automatic = config.interval == "auto" and not given
+    return Policy(
+        every_steps=config.every_steps,
+        every_epochs=config.every_epochs,
+        every_s=60 * config.every_minutes if config.every_minutes else None,
+        mtbf_s=3600 * config.mtbf_hours if automatic else None,
+        overhead_budget=config.overhead_budget,
+    )

@@ -1,0 +1,71 @@
+"""Going on from the newest sound checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint.changes import refuse_changes
+from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hpctrain.train.framework import Framework
+    from hpctrain.train.state import TrainState
+
+
+def resume(
+    store: CheckpointStore, framework: Framework, state: TrainState, identity: Mapping[str, Any], fresh: bool = False
+) -> Loaded | None:
+    """Loads the newest sound checkpoint into framework and state; None where there is none. Collective.
+
+    Clears what killed attempts left behind, and puts aside what is damaged.
+
+    Args:
+        store: the run's checkpoints.
+        framework: takes over the arrays.
+        state: takes over the position.
+        identity: what must not have changed; see ``changes``.
+        fresh: begin anew: existing checkpoints are put aside, not used.
+
+    Raises:
+        UserError: the run file asks for another run than the checkpoint's.
+        DamagedCheckpoint: there are checkpoints, and none is sound.
+    """
+    steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
+    if not steps:
+        return None
+    loaded = store.load()
+    if store.group.rank == 0:
+        for rejected in loaded.rejected:
+            store.put_aside(rejected.step, "damaged")
+    if "identity" not in loaded.meta or "state" not in loaded.meta:
+        raise UserError(
+            f"{loaded.path} is not of a training run", "choose another run_dir, or begin again with --fresh"
+        )
+    refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
+    framework.load(loaded.arrays)
+    state.restore(loaded.meta["state"])
+    return loaded
+
+
+def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
+    """Sweeps, on rank 0; returns the steps to resume from."""
+    store.sweep()
+    if fresh:
+        for step in store.steps():
+            store.put_aside(step, "superseded")
+    return store.steps()
+
+
+def load_weights(framework: Framework, store: CheckpointStore, step: int | None = None) -> Loaded:
+    """Loads a checkpoint, by default the newest sound one, to evaluate or predict with. Collective; changes no file.
+
+    Raises:
+        UserError: there is none, or it is of another model.
+        DamagedCheckpoint: it is damaged.
+    """
+    loaded = store.load(step)
+    framework.load(loaded.arrays)
+    return loaded
