@@ -1,0 +1,116 @@
+"""What the user sees: a progress bar on a terminal, one plain line an interval in a batch log."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+PLAIN_EVERY_S = 1.0
+"""Least seconds between two plain lines: fast steps must not flood a batch log."""
+
+
+def make_console(columns: int, stream: TextIO | None = None) -> PlainConsole | BarConsole:
+    """The sink that fits a terminal of so many columns, 0 for none."""
+    stream = stream or sys.stdout
+    return BarConsole(columns, stream) if columns else PlainConsole(stream)
+
+
+class PlainConsole:
+    """One line an event, for logs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.last_line = 0.0
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """See Sink."""
+        now = time.monotonic()
+        if event["event"] == "train" and now - self.last_line < PLAIN_EVERY_S and event["step"] < total_steps(event):
+            return
+        if line := describe(event):
+            self.last_line = now
+            self.show(line)
+
+    def show(self, line: str) -> None:
+        """A console that is gone (closed pipe) does not end a run."""
+        try:
+            print(line, file=self.stream, flush=True)
+        except (OSError, ValueError):
+            self.stream = open("/dev/null", "w")  # noqa: SIM115 (stays open to the end)
+
+    def close(self) -> None:
+        """See Sink."""
+
+
+class BarConsole:
+    """A bar with step, loss, rate and time left; evaluations stand above it."""
+
+    def __init__(self, columns: int, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=Console(file=stream, width=columns, force_terminal=True, highlight=False),
+        )
+        self.bar: Any = None
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """See Sink."""
+        if event["event"] == "run_started":
+            self.progress.console.print(describe(event))
+            self.bar = self.progress.add_task("training", total=total_steps(event), completed=event["step"], status="")
+            self.progress.start()
+        elif event["event"] == "train" and self.bar is not None:
+            status = f"loss {number(event['loss'])}  {number(event['samples_per_s'])} samples/s"
+            self.progress.update(self.bar, completed=event["step"], status=status)
+        elif line := describe(event):
+            self.progress.console.print(line)
+
+    def close(self) -> None:
+        """See Sink."""
+        self.progress.stop()
+
+
+def total_steps(event: Mapping[str, Any]) -> int:
+    """Steps of the whole run, 0 if unknown."""
+    return int(event.get("total_steps") or 0)
+
+
+def describe(event: Mapping[str, Any]) -> str:
+    """One line for a person; empty for events that say nothing to one."""
+    kind, step = event["event"], event["step"]
+    if kind == "run_started":
+        hosts = ", ".join(event["hosts"][:4]) + (f" and {len(event['hosts']) - 4} more" if len(event["hosts"]) > 4 else "")
+        start = f", from step {step}" if step else ""
+        ranks = "1 rank" if event["ranks"] == 1 else f"{event['ranks']} ranks"
+        return f"{ranks} on {hosts}: {event['framework']}, reducer {event['reducer']}, {total_steps(event)} steps{start}"
+    if kind == "train":
+        rate = f"{number(event['samples_per_s'])} samples/s"
+        of = f"/{total_steps(event)}" if total_steps(event) else ""
+        return f"step {step}{of}  loss {number(event['loss'])}  lr x{number(event['lr'])}  {rate}"
+    if kind == "eval":
+        return f"step {step}  validation: " + "  ".join(f"{name} {number(v)}" for name, v in event["metrics"].items())
+    if kind == "run_finished":
+        return f"{event['reason'].replace('_', ' ')} at step {step}, {event['steps']} steps in {duration(event['seconds'])}"
+    return ""
+
+
+def number(value: float | None) -> str:
+    """Four significant digits."""
+    return "nan" if value is None or math.isnan(value) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """'1 h 02 min', '3 min 05 s' or '4.2 s'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
