@@ -11,6 +11,7 @@ from hpctrain.data import open_dataset
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.frameworks import tensorflow_runtime
 from hpctrain.task import Task, TorchTask
 from hpctrain.task_loader import load_task
 from hpctrain.train.clock import StepClock
@@ -39,7 +40,9 @@ def make_problem(config: Config, world: World) -> Problem:
     Raises:
         UserError: the task or its data cannot be had; see ``load_task`` and ``open_dataset``.
     """
-    task = load_task(config.task, config.task_args, world, config.seed)
+    tensorflow_runtime.set_environment(config.train.threads)
+    with tensorflow_runtime.without_chatter():
+        task = load_task(config.task, config.task_args, world, config.seed, config.train.precision)
     train = open_dataset(task.train)
     data = config.data
     order = Order(

@@ -16,10 +16,11 @@ from hpctrain.task import KerasTask, Task, TorchTask
 from hpctrain.train.seeds import seed_python
 
 
-def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: int) -> Task:
+def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: int, precision: str = "fp32") -> Task:
     """Imports the task function and calls it with its arguments and, where it takes one, the world.
 
-    Everything random is seeded first, alike on all ranks: initial weights do not depend on how many there are.
+    Everything random is seeded first, alike on all ranks: initial weights do not depend on how many there are. Keras
+    layers are made for the precision (fp32, bf16, fp16) that they compute in.
 
     Raises:
         UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
@@ -27,7 +28,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
     """
     function = _function(reference)
     call = _bind(function, reference, arguments, world)
-    seed_task(seed)
+    seed_task(seed, precision, world.local_rank)
     task = call()
     if not isinstance(task, (TorchTask, KerasTask)):
         raise UserError(
@@ -102,7 +103,7 @@ def _bind(function: Callable[..., Any], reference: str, arguments: Mapping[str, 
     return lambda: function(*bound.args, **bound.kwargs)
 
 
-def seed_task(seed: int) -> None:
+def seed_task(seed: int, precision: str, local_rank: int) -> None:
     """Seeds Python, NumPy and each framework that is imported, alike on all ranks, before the task is made."""
     seed_python(seed)
     if "torch" in sys.modules:
@@ -110,6 +111,6 @@ def seed_task(seed: int) -> None:
 
         seed_torch(seed)
     if "tensorflow" in sys.modules:
-        from hpctrain.frameworks.tensorflow import seed as seed_tensorflow
+        from hpctrain.frameworks.tensorflow_runtime import begin_task
 
-        seed_tensorflow(seed)
+        begin_task(seed, precision, local_rank)

@@ -30,7 +30,7 @@ class Reducer(Protocol):
     """Sums an array over the ranks. Every rank makes the same calls in the same order."""
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
-        """The sum over the ranks of a float32[rows, 16], valid until the next call. The last row always travels as fp32."""
+        """The sum over the ranks of float32[rows, 16], valid until the next call. The last row travels as fp32."""
 
     def close(self) -> None:
         """Releases memory and communicators; Horovod goes on until the process ends."""
@@ -48,7 +48,7 @@ class NoReducer:
 
 
 class HostReducer:
-    """MPI sums a copy of the gradients in host memory, where a TensorFlow on CPUs reads the sums without a further copy."""
+    """MPI sums a copy of the gradients in host memory, where TensorFlow on CPUs reads the sums without copying."""
 
     def __init__(self, host: HostSum) -> None:
         self.host = host

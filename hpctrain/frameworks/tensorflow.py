@@ -64,8 +64,8 @@ class KerasFramework:
 
     Forward and backward are one TensorFlow function, the update is another; the exchange lies between them.
 
-    Where ``auto`` has a choice, the reducer is made with the first update: it measures on its batch. Set ``chosen_reducer``
-    before that to keep an earlier choice, ``announce`` to hear of a new one.
+    Where ``auto`` has a choice, the reducer is made with the first update: it measures on its batch. Before that, set
+    ``chosen_reducer`` to keep an earlier choice, ``announce`` to hear of a new one.
     """
 
     name = "tensorflow"

@@ -68,8 +68,10 @@ class Passes:
         self.sparse = sparse
         self.instead = instead
         self.gradients = Traced(self._gradients, compiled)
-        """gradients(batch, share, loss_scale) -> float32[rows, 16]: gradients of the loss' sum over the batch times both,
-        in the order of comm/buckets.py; the last row holds the slots of comm/totals.py. ``share`` is 1 / global samples."""
+        """gradients(batch, share, loss_scale) -> float32[rows, 16]: of the loss' sum over the batch times both.
+
+        In the order of comm/buckets.py; the last row holds the slots of comm/totals.py. Share is 1 / global samples.
+        """
         self.evaluate = Traced(self._evaluate, compiled)
         """evaluate(batch) -> {name: (sum, weight)}."""
         self.predict = Traced(self._predict, compiled)
