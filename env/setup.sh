@@ -68,7 +68,7 @@ pip() { # quiet; what it says goes to the log, and a failure ends the set-up in 
 }
 
 mpicc=$(site_mpicc)
-wanted=$(cat env/constraints.txt env/setup.sh setup.cfg hpctrain/_horovod_patch.py | cksum)
+wanted=$(cat env/constraints.txt env/setup.sh setup.cfg hpctrain/horovod_wheel/patch.py | cksum)
 wanted="$wanted|$PWD|$mpicc|${PYTHON:-}|${TORCH:-}|"
 stamp=$venv/.set-up
 if [[ -x $venv/bin/python && -f $stamp ]]; then

@@ -28,7 +28,7 @@ class Edit:
 
 _FOR_EVERY_BUILD = (
     Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    # The wheel is cached and serves other environments: name libraries relative to it, never by this environment's path.
+    # The cached wheel serves other environments: name libraries relative to it, never by this environment's path.
     Edit(
         "CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)",

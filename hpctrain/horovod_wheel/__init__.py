@@ -1,0 +1,1 @@
+"""Builds a wheel of Horovod against the frameworks, MPI and CUDA that are installed."""

