@@ -45,9 +45,7 @@ def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's identity that a resumed run must share, by dotted key."""
     values = flat(identity["config"])
     keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
-    chosen = {
-        key: value for key, value in values.items() if any(key == one or key.startswith(f"{one}.") for one in keys)
-    }
+    chosen = {key: values[key] for key in values if any(f"{key}.".startswith(f"{one}.") for one in keys)}
     return chosen | {"global batch": identity["global_batch"], "training data": identity["data"]}
 
 

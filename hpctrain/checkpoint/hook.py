@@ -43,8 +43,8 @@ NOTHING = np.array([0, 0, 1], dtype=np.int64)
 class CheckpointHook(BaseHook):
     """Resumes, saves and reports. Use ``checkpoint_hook`` to make one from a run file.
 
-    Once a step the ranks take the minimum of three numbers (finished, sound, not due by rank 0's clock). It is begun after
-    one step and taken after the next, so that no rank ever waits for it.
+    Once a step the ranks take the minimum of three numbers (finished, sound, not due by rank 0's clock). It is begun
+    after one step and taken after the next, so that no rank ever waits for it.
     """
 
     def __init__(

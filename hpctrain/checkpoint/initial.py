@@ -69,8 +69,8 @@ def load_initial(source: str, framework: Framework) -> Match:
     match = match_names(wanted, {name: array.shape for name, array in arrays.items()})
     if not match.taken:
         raise UserError(
-            f"no weight of {source} has the name and shape of one of the model (it has {', '.join(list(arrays)[:3])} ...; "
-            f"the model has {', '.join(list(wanted)[:3])} ...)",
+            f"no weight of {source} has the name and shape of one of the model "
+            f"(it has {', '.join(list(arrays)[:3])} ...; the model has {', '.join(list(wanted)[:3])} ...)",
             "rename the weights, or set checkpoint.init_from to a checkpoint of this model",
         )
     values = {it.name: current(it) for it in state}
@@ -97,7 +97,7 @@ def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         except OSError as error:
             raise UserError(
                 f"{source} cannot be read: {error.strerror or error}",
-                "set checkpoint.init_from to a file that is there",
+                "check checkpoint.init_from",
             ) from error
     plain = {name: name.removeprefix(MODEL) for name in arrays}
     return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}

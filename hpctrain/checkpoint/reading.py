@@ -39,8 +39,8 @@ class Loaded:
     """Ranks of the run that saved it."""
     meta: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
-    """By name; bfloat16 as uint16. Where the number of ranks differs from the saved one: without random states of ranks,
-    and with the mean of what other floating-point state the ranks had of their own."""
+    """By name; bfloat16 as uint16. Where the number of ranks differs from the saved one: without random states of
+    ranks, and with the mean of what other floating-point state the ranks had of their own."""
     dtypes: dict[str, str]
     """Logical types by name."""
     rejected: tuple[Rejected, ...] = ()
@@ -109,7 +109,7 @@ def take(
     of_ranks: dict[str, dict[int, NDArray[Any]]],
     rank: int | None,
 ) -> None:
-    """Adds a shard's values: replicated and this rank's to ``arrays``; if ``rank`` is None, every rank's to ``of_ranks``."""
+    """Adds replicated values and this rank's to ``arrays``, or where ``rank`` is None every rank's to ``of_ranks``."""
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor
         view = view_of(image, piece, stored.offset)

@@ -41,9 +41,7 @@ def resume(
         for rejected in loaded.rejected:
             store.put_aside(rejected.step, "damaged")
     if "identity" not in loaded.meta or "state" not in loaded.meta:
-        raise UserError(
-            f"{loaded.path} is not of a training run", "choose another run_dir, or begin again with --fresh"
-        )
+        raise UserError(f"{loaded.path} is not of a training run", "choose another run_dir, or begin with --fresh")
     refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
     framework.load(loaded.arrays)
     state.restore(loaded.meta["state"])

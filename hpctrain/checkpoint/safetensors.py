@@ -59,9 +59,7 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         size = os.fstat(descriptor).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise DamagedCheckpoint(
-                f"{path} is not a safetensors file", "give a .safetensors file or a checkpoint folder"
-            )
+            raise DamagedCheckpoint(f"{path} is not a safetensors file", "give a .safetensors file")
         header = Reader(parse_json(file.read(length), str(path)), str(path))
         data = np.fromfile(file, dtype=np.uint8)
     arrays, dtypes = {}, {}
@@ -73,12 +71,10 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         if code not in CODES:
             entry.fail(f"unknown type {code[:50]!r}")
         shape = tuple(entry.in_range(axis, 0, MAX_BYTES, "a length") for axis in entry.get("shape", list, "a list"))
-        begin, end = (
-            entry.in_range(at, 0, data.size, "an offset") for at in entry.get("data_offsets", list, "a list")[:2]
-        )
+        offsets = [entry.in_range(at, 0, data.size, "an offset") for at in entry.get("data_offsets", list, "a list")]
         tensor = TensorSpec(name, shape, CODES[code])
-        if len(shape) > MAX_DIMENSIONS or end - begin != tensor.num_bytes:
+        if len(shape) > MAX_DIMENSIONS or len(offsets) != 2 or offsets[1] - offsets[0] != tensor.num_bytes:
             entry.fail("shape and data_offsets do not agree")
-        arrays[name] = data[begin:end].view(ITEM_TYPES[tensor.dtype]).reshape(shape)
+        arrays[name] = data[offsets[0] : offsets[1]].view(ITEM_TYPES[tensor.dtype]).reshape(shape)
         dtypes[name] = tensor.dtype
     return arrays, dtypes

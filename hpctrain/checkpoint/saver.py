@@ -1,7 +1,7 @@
 """Saving alongside training: snapshot at a step boundary, write in the background, commit when every rank has written.
 
-The background thread makes no MPI call. Each rank contributes ``flags()`` to a minimum over the ranks whenever it suits,
-and hands the result to ``advance()``: all ranks then go from one stage to the next at the same point of their programs.
+The background thread makes no MPI call. Each rank contributes ``flags()`` to a minimum over the ranks whenever it
+suits, and hands the result to ``advance()``: all ranks go from one stage to the next at the same point of the program.
 """
 
 from __future__ import annotations

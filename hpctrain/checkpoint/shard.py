@@ -1,9 +1,10 @@
 """One shard: an image of the HDF5 file in memory, filled in place, written and read in large blocks.
 
-h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the file
-is either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their offsets
-and the image is written as a whole: no call into the library, and no lock of it, while training goes on. Reading needs
-only the offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that could be damaged.
+h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the
+file is either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their
+offsets and the image is written as a whole: no call into the library, and no lock of it, while training goes on.
+Reading needs only the offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that
+could be damaged.
 """
 
 from __future__ import annotations
