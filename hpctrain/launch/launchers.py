@@ -7,6 +7,9 @@ import signal
 from dataclasses import dataclass
 
 
+OUT_OF_MEMORY = "was killed by the kernel: out of memory"
+
+
 @dataclass(frozen=True)
 class Death:
     """One process that a launcher saw end badly, in the launcher's own words."""
@@ -20,12 +23,12 @@ class Death:
 
     @property
     def cause(self) -> str:
-        """For a sentence: 'killed by SIGKILL'."""
+        """For a sentence that begins with the rank: 'was killed by SIGKILL'."""
         if self.out_of_memory:
-            return "killed because the node or the job ran out of memory"
+            return OUT_OF_MEMORY
         if self.signal is not None:
-            return f"killed by {signal_name(self.signal)}"
-        return f"exited with code {self.exit_code}" if self.exit_code is not None else "exited without saying why"
+            return f"was killed by {signal_name(self.signal)}"
+        return f"exited with code {self.exit_code}" if self.exit_code is not None else "left in mid-run without an error"
 
 
 OPEN_MPI_SIGNAL = re.compile(

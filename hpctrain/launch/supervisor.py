@@ -226,7 +226,7 @@ class Attempt:
             return None
         missing = sorted(set(range(self.launch.ranks)) - known)
         dead = next((death for death in launchers.deaths(text) if death.rank in missing), None)
-        told = f"rank {dead.rank} was {dead.cause}" if dead else last_line(text)
+        told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text)
         what = f"{len(missing)} of {self.launch.ranks} ranks ended before they could say why: {told or 'nobody says'}"
         fix = f"see {self.run_dir.log('launcher', self.number)}"
         return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, dead.rank if dead else None, cause="vanished")
@@ -330,7 +330,7 @@ def complete(word: LastWord, deaths: Sequence[launchers.Death], words: Sequence[
         return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed else Ending.VANISHED)
     local = word.host == socket.gethostname()
     memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
-    cause = "killed by the kernel: out of memory" if memory else death.cause
+    cause = launchers.OUT_OF_MEMORY if memory else death.cause
     code = 128 + death.signal if death.signal else death.exit_code
     return dataclasses.replace(word, ending=Ending.KILLED, note=cause, exit_code=code)
 
@@ -369,5 +369,5 @@ def _as_word(code: int) -> list[LastWord]:
         return [dataclasses.replace(plain, ending=Ending.STOPPED)]
     number = -code if code < 0 else code - 128
     how = launchers.signal_name(number) if 0 < number < 65 else ""
-    note = f"killed by {how}" if how else f"ended by its own exit code {code}"
+    note = f"was killed by {how}" if how else f"ended with exit code {code}"
     return [dataclasses.replace(plain, ending=Ending.KILLED, note=note)]

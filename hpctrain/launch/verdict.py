@@ -162,7 +162,7 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Mapping[str, Any]], s
 def _blame_death(word: LastWord) -> Verdict:
     memory = word.note is not None and "memory" in word.note
     fix = "ask for more memory, or lower the batch, the prefetch or the workers" if memory else "see the rank's log"
-    reason = f"rank {word.rank} on {word.host} was {word.note or 'killed'}"
+    reason = f"rank {word.rank} on {word.host} {word.note or 'died'}"
     return _failure(reason, fix, "out_of_memory" if memory else "killed", word)
 
 

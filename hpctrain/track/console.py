@@ -88,10 +88,7 @@ def describe(event: Mapping[str, Any]) -> str:
     """One line for a person; empty for events that say nothing to one."""
     kind, step = event["event"], event["step"]
     if kind == "run_started":
-        hosts = ", ".join(event["hosts"][:4]) + (f" and {len(event['hosts']) - 4} more" if len(event["hosts"]) > 4 else "")
-        start = f", from step {step}" if step else ""
-        ranks = "1 rank" if event["ranks"] == 1 else f"{event['ranks']} ranks"
-        return f"{ranks} on {hosts}: {event['framework']}, reducer {event['reducer']}, {total_steps(event)} steps{start}"
+        return f"{_who(event)}: {event['framework']}, reducer {event['reducer']}, {_how_far(event)}"
     if kind == "train":
         rate = f"{number(event['samples_per_s'])} samples/s"
         of = f"/{total_steps(event)}" if total_steps(event) else ""
@@ -99,8 +96,19 @@ def describe(event: Mapping[str, Any]) -> str:
     if kind == "eval":
         return f"step {step}  validation: " + "  ".join(f"{name} {number(v)}" for name, v in event["metrics"].items())
     if kind == "run_finished":
-        return f"{event['reason'].replace('_', ' ')} at step {step}, {event['steps']} steps in {duration(event['seconds'])}"
+        reason = event["reason"].replace("_", " ")
+        return f"{reason} at step {step}, {event['steps']} steps in {duration(event['seconds'])}"
     return ""
+
+
+def _who(event: Mapping[str, Any]) -> str:
+    hosts = event["hosts"]
+    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+    return f"{event['ranks']} rank{'' if event['ranks'] == 1 else 's'} on {', '.join(hosts[:4])}{more}"
+
+
+def _how_far(event: Mapping[str, Any]) -> str:
+    return f"{total_steps(event)} steps" + (f", from step {event['step']}" if event["step"] else "")
 
 
 def number(value: float | None) -> str:

@@ -112,7 +112,8 @@ class EventsHook(BaseHook):
         state, now = trainer.state, time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now
-        seconds = {name.removeprefix("seconds/"): means.pop(name) for name in list(means) if name.startswith("seconds/")}
+        timed = [name for name in means if name.startswith("seconds/")]
+        seconds = {name.removeprefix("seconds/"): means.pop(name) for name in timed}
         self.emit(
             trainer,
             "train",
