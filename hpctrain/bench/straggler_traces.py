@@ -96,7 +96,9 @@ def resampled(recorded: Trace, ranks: int, steps: int, rng: np.random.Generator,
     return Trace(spent, work, recorded.transfer)
 
 
-def slowed(trace: Trace, rank: int, phase: int, share: float, onset: int, every: int = 1, end: int | None = None) -> Trace:
+def slowed(
+    trace: Trace, rank: int, phase: int, share: float, onset: int, every: int = 1, end: int | None = None
+) -> Trace:
     """A rank loses ``share`` of its typical busy time in one phase, from a step on; every n-th step n times as much."""
     typical = float(np.median(trace.busy()[rank]))
     spent = trace.spent.copy()
@@ -124,7 +126,7 @@ def with_pauses(
 
 
 def with_varying_work(trace: Trace, rng: np.random.Generator, spread: float = 0.4) -> Trace:
-    """Sequences of different lengths: tokens, and with them forward and backward, vary from step to step and rank to rank."""
+    """Sequences of different lengths: tokens, and with them forward and backward, vary by step and rank."""
     tokens = rng.lognormal(0, spread, trace.work.shape)
     spent = trace.spent.copy()
     for phase in (Phase.FORWARD, Phase.BACKWARD):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from hpctrain.monitor.verdict import Change, Hysteresis, Kind, State, Verdict
 from hpctrain.monitor.window import CAUSES, GC, Window
 
 Array = NDArray[np.floating]
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Thresholds. The defaults gave no false alarm in 100,000 healthy rank-windows; docs/stragglers.md has the numbers."""
+    """Thresholds; docs/stragglers.md has what they find and what they miss."""
 
     slow: float = 0.07
     """A rank is slow from this excess over the median of its peers on."""
@@ -76,7 +78,7 @@ class Judge:
         self.accused: dict[int, Hysteresis] = {}
         self.conditions: dict[Kind | tuple[Kind, int], Hysteresis] = {}
         self.extra: dict[int, Array] = defaultdict(lambda: np.zeros(len(CAUSES)))
-        self.memory: deque[tuple[Array, Array, float]] = deque(maxlen=64)
+        self.memory: deque[tuple[Counts, Array, float]] = deque(maxlen=64)
         self.bursts = np.zeros((len(hosts), len(CAUSES)))
         self.measures: Measures | None = None
 
@@ -84,7 +86,7 @@ class Judge:
         """The verdicts that this window changes, most important first."""
         if len(window.ranks) < 2 or np.isnan(window.busy).any():
             return []
-        silent = (window.wait <= 0).all(axis=1)
+        silent = np.all(window.wait <= 0, axis=1)
         if silent.any():
             return self.abstain(window, silent)
         verdicts = self.condition(Kind.ABSTAIN, window, False, True)
@@ -178,14 +180,16 @@ class Judge:
                         hosts=(host,),
                         cause=cause_of(extra, normal) if extra.any() else "",
                         slowdown=float(now.excess[places].mean()),
-                        cost=statistics.cost_of_group(window.busy, window.wait, together) if not together.all() else 0.0,
+                        cost=statistics.cost_of_group(window.busy, window.wait, together)
+                        if not together.all()
+                        else 0.0,
                         note="together with the other slow ranks" if together.sum() > len(group) else "",
                     )
                 )
         return verdicts
 
     def extra_of(self, window: Window, place: int) -> Array:
-        """[len(CAUSES)] seconds a step by which one rank's phases are above its peers', or its own past where peers are few."""
+        """[len(CAUSES)] seconds a step that a rank's phases are above its peers', or its own past where these are few."""
         if len(window.ranks) <= self.rule.few_ranks and self.baseline.typical is not None:
             return np.asarray(window.typical[place] - self.baseline.typical[window.ranks[place]], dtype=np.float64)
         others = np.delete(window.typical, place, axis=0)
@@ -224,7 +228,7 @@ class Judge:
 
     def remember_pauses(self, window: Window, busy: Array) -> None:
         """Adds the window's pauses to the memory of the last 64."""
-        counts, seconds = np.zeros(len(self.hosts), dtype=np.int32), np.zeros(len(self.hosts), dtype=np.float32)
+        counts, seconds = np.zeros(len(self.hosts), dtype=np.int64), np.zeros(len(self.hosts), dtype=np.float32)
         counts[window.ranks], seconds[window.ranks] = statistics.pauses(busy)
         self.memory.append((counts, seconds, statistics.step_seconds(window.busy, window.wait)))
         self.bursts *= 7 / 8
@@ -237,9 +241,12 @@ class Judge:
         recent = self.sums(8)
         for counts, seconds, total in (recent, self.sums(64)):
             worst = int(np.argmax(counts))
-            if seconds[worst] >= self.rule.pauses * total and len(window.ranks) * statistics.chance_of_so_many(
-                int(counts[worst]), int(counts.sum()), len(window.ranks)
-            ) < self.rule.luck:
+            if (
+                seconds[worst] >= self.rule.pauses * total
+                and len(window.ranks)
+                * statistics.chance_of_so_many(int(counts[worst]), int(counts.sum()), len(window.ranks))
+                < self.rule.luck
+            ):
                 guilty.add(worst)
         counts, seconds, total = recent
         watched = guilty | {key[1] for key in self.conditions if isinstance(key, tuple)}
@@ -266,13 +273,13 @@ class Judge:
             cost=lost,
         )
 
-    def sums(self, windows: int) -> tuple[Array, Array, float]:
+    def sums(self, windows: int) -> tuple[Counts, Array, float]:
         """[N] pauses, [N] seconds lost to them, and all seconds, over the last windows."""
         last = list(self.memory)[-windows:]
         return (
             np.sum([counts for counts, _, _ in last], axis=0),
             np.sum([seconds for _, seconds, _ in last], axis=0),
-            max(sum(total for _, _, total in last), 1e-9),
+            max(math.fsum(total for _, _, total in last), 1e-9),
         )
 
     def is_confirmed(self, rank: int) -> bool:

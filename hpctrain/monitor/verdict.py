@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Kind(str, enum.Enum):
+class Kind(enum.StrEnum):
     """What is wrong. Only the first three name somebody."""
 
     RANK = "rank"
@@ -32,7 +32,7 @@ class Kind(str, enum.Enum):
     """Signals are missing."""
 
 
-class State(str, enum.Enum):
+class State(enum.StrEnum):
     """Where an accusation stands."""
 
     SUSPECT = "suspect"

@@ -69,9 +69,7 @@ def condense(index: int, ranks: NDArray[np.int64], rows: NDArray[np.float64]) ->
     return from_phases(index, ranks, spent, steps[:, 1:, WORK])
 
 
-def from_phases(
-    index: int, ranks: NDArray[np.int64], spent: NDArray[np.float64], work: NDArray[np.float64]
-) -> Window:
+def from_phases(index: int, ranks: NDArray[np.int64], spent: NDArray[np.float64], work: NDArray[np.float64]) -> Window:
     """Builds a window from the seconds in each phase between one exit and the next.
 
     Args:

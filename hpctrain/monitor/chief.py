@@ -1,0 +1,303 @@
+"""The deciding side: collects the nodes' reports, judges windows, watches for hangs, writes events, asks for stacks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpctrain.config import MonitorConfig
+from hpctrain.errors import RunFailed
+from hpctrain.monitor import sentence, window
+from hpctrain.monitor.exclude import Exclusion, exclude, is_the_hosts_own
+from hpctrain.monitor.hang import Beat, Hang, HangWatch
+from hpctrain.monitor.heat import Heat
+from hpctrain.monitor.judge import Judge, Measures
+from hpctrain.monitor.node import window_of
+from hpctrain.monitor.verdict import State, Verdict
+from hpctrain.monitor.wire import Message
+from hpctrain.run_dir import RunDir, write_atomically
+
+PENDING_WINDOWS = 8
+"""Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
+LIVE_S = 2.0
+"""Seconds between refreshes of the live view's file."""
+FRESH_S = 60.0
+"""Age up to which host findings are evidence."""
+STACKS_S = 20.0
+"""Longest wait for stacks."""
+DUMPED_CULPRITS = 4
+"""Hung ranks whose stacks are taken; one healthy rank's is added."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A message to one node's agent."""
+
+    node: int
+    message: Message
+
+
+@dataclass
+class OpenHang:
+    """A hang whose stacks are awaited."""
+
+    hang: Hang
+    wanted: set[int]
+    stacks: dict[int, str]
+    until: float
+
+
+class Chief:
+    """Decides for the whole run. Knows messages and the run folder; sockets and processes are the agent's.
+
+    Args:
+        hosts: [N] host of each rank.
+        nodes: [N] node index of each rank.
+        folder: the run folder.
+        attempt: number of this attempt.
+        config: the monitor section.
+        say: takes a sentence for the log; the flag tells that rank 0 may not be able to print it.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        nodes: Sequence[int],
+        folder: RunDir,
+        attempt: int,
+        config: MonitorConfig,
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self.hosts = tuple(hosts)
+        self.nodes = tuple(nodes)
+        self.folder = folder
+        self.attempt = attempt
+        self.config = config
+        self.say = say
+        self.judge = Judge(hosts)
+        self.watch = HangWatch(config.hang_s)
+        self.heat = Heat(len(hosts), config.window_steps)
+        self.pending: dict[int, list[window.Window]] = {}
+        self.judged = -1
+        self.beats: dict[int, tuple[float, list[Beat]]] = {}
+        self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self.dropped: dict[int, int] = {}
+        self.first_step = 0
+        self.active: dict[str, str] = {}
+        self.open_hang: OpenHang | None = None
+        self.next_live = 0.0
+        self.seconds_judging = 0.0
+
+    def receive(self, message: Message, now: float) -> list[Command]:
+        """Takes in one report."""
+        fields = message.fields
+        if message.kind == "window":
+            self.add(window_of(message))
+        elif message.kind == "beat":
+            self.beats[fields["node"]] = (now, [Beat(*beat) for beat in fields["beats"]])
+            self.dropped[fields["node"]] = fields["dropped"]
+            self.first_step = max(self.first_step, fields["first_step"])
+        elif message.kind == "findings":
+            for rank, lines in fields["ranks"].items():
+                self.findings[f"rank {rank}"] = (now, tuple(lines))
+            self.findings[f"node {fields['node']}"] = (now, tuple(fields["host"]))
+        elif message.kind == "dumped" and self.open_hang is not None:
+            self.open_hang.stacks[fields["rank"]] = fields["text"]
+            if self.open_hang.wanted <= self.open_hang.stacks.keys():
+                return self.close_hang(self.open_hang)
+        return []
+
+    def tick(self, now: float) -> list[Command]:
+        """What time alone brings about."""
+        if now >= self.next_live:
+            self.next_live = now + LIVE_S
+            self.write_live()
+        if self.open_hang is not None:
+            return self.close_hang(self.open_hang) if now > self.open_hang.until else []
+        beats = [replace(beat, age_s=beat.age_s + now - at) for at, group in self.beats.values() for beat in group]
+        if len(beats) < len(self.hosts):
+            return []
+        hang = self.watch.observe(beats)
+        return self.begin_hang(hang, now) if hang else []
+
+    # windows
+
+    def add(self, part: window.Window) -> None:
+        """Adds one node's part of a window, and judges the window when it is complete or too old."""
+        if part.index <= self.judged:
+            return
+        self.pending.setdefault(part.index, []).append(part)
+        complete = [
+            index for index, parts in self.pending.items() if sum(len(p.ranks) for p in parts) == len(self.hosts)
+        ]
+        last = max(complete, default=-1)
+        while self.pending and (min(self.pending) <= last or len(self.pending) > PENDING_WINDOWS):
+            index = min(self.pending)
+            self.judged = index
+            parts = self.pending.pop(index)
+            if 2 * sum(len(p.ranks) for p in parts) >= len(self.hosts):
+                self.decide(window.join(parts))
+
+    def decide(self, now: window.Window) -> None:
+        """Judges one window and tells what it changed."""
+        began = time.perf_counter()
+        verdicts = self.judge.judge(now)
+        self.seconds_judging += time.perf_counter() - began
+        if self.judge.measures is not None and self.judge.measures.window is now:
+            self.heat.add(now.index, now.ranks, self.judge.measures.excess)
+        for verdict in verdicts:
+            self.tell(self.with_evidence(verdict))
+
+    def with_evidence(self, verdict: Verdict) -> Verdict:
+        """Adds what the counters of the named ranks' hosts say."""
+        keys = [f"rank {rank}" for rank in verdict.ranks[:8]]
+        keys += sorted({f"node {self.nodes[rank]}" for rank in verdict.ranks[:8]})
+        now = time.monotonic()
+        lines = [
+            line
+            for key in keys
+            if key in self.findings
+            for at, found in [self.findings[key]]
+            if now - at < FRESH_S
+            for line in found
+        ]
+        return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
+
+    def tell(self, verdict: Verdict) -> None:
+        """Log, event, live view, and the exclusion list."""
+        text = sentence.of_verdict(verdict)
+        key = (
+            f"{verdict.kind.value} {verdict.ranks}"
+            if verdict.kind in ("rank", "pauses", "host")
+            else verdict.kind.value
+        )
+        if verdict.state is State.CLEARED:
+            self.active.pop(key, None)
+        else:
+            self.active[key] = text
+        if verdict.state is State.SUSPECT:
+            return
+        self.say(text, False)
+        step = self.first_step + (verdict.window + 1) * self.config.window_steps
+        excluded = False
+        if self.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.hosts):
+            now = time.time()
+            entry = Exclusion(verdict.hosts[0], now + 3600 * self.config.exclude_hours, self.attempt, text)
+            excluded = exclude(self.folder.monitor, entry, now)
+            if excluded:
+                self.say(
+                    f"host {entry.host} is left out at the next requeue, for {self.config.exclude_hours:g} h", False
+                )
+        self.event("straggler", step, **verdict.fields(), sentence=text, excluded=excluded)
+
+    # hangs
+
+    def begin_hang(self, hang: Hang, now: float) -> list[Command]:
+        """Asks for the stacks of those who never arrived and of one that waits."""
+        living = [
+            beat
+            for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1])
+            if beat.state not in ("ended", "gone")
+        ]
+        if not hang.culprits:
+            living = list(hang.waiting[:DUMPED_CULPRITS])
+        self.open_hang = OpenHang(hang, {beat.rank for beat in living}, {}, now + STACKS_S)
+        if not living:
+            return self.close_hang(self.open_hang)
+        by_node: dict[int, list[int]] = {}
+        for beat in living:
+            by_node.setdefault(self.nodes[beat.rank], []).append(beat.rank)
+        return [Command(node, Message("dump", {"ranks": ranks})) for node, ranks in by_node.items()]
+
+    def close_hang(self, case: OpenHang) -> list[Command]:
+        """Writes the stacks and the event; then what the run file wants."""
+        self.open_hang = None
+        hang = case.hang
+        steps = self.first_step + max(beat.steps for beat in (*hang.culprits, *hang.waiting))
+        files = {}
+        for rank in sorted(case.wanted):
+            path = self.folder.monitor / f"stack-{self.attempt}-{steps}-rank{rank}.txt"
+            write_atomically(
+                path, case.stacks.get(rank, "no stack: the agent of this rank's node did not answer\n").encode()
+            )
+            files[rank] = str(path.relative_to(self.folder.path))
+        action = self.config.on_hang
+        text = sentence.of_hang(hang, self.hosts, action)
+        self.say(text, True)
+
+        def described(beat: Beat) -> dict[str, object]:
+            return {
+                "rank": beat.rank,
+                "host": self.hosts[beat.rank],
+                "steps": beat.steps,
+                "state": beat.state,
+                "doing": beat.doing,
+                "stack": files.get(beat.rank),
+            }
+
+        self.event(
+            "hang",
+            steps,
+            kind="died" if hang.died else "hung",
+            silence_s=round(hang.silence_s, 1),
+            ranks=[described(beat) for beat in hang.culprits],
+            healthy=[described(beat) for beat in hang.waiting if beat.rank in files],
+            waiting=len(hang.waiting),
+            action=action,
+            sentence=text,
+        )
+        return [Command(node, Message("kill")) for node in sorted(set(self.nodes))] if action == "abort" else []
+
+    # files
+
+    def event(self, name: str, step: int, **fields: object) -> None:
+        """Appends to the monitor's events; a full disk costs the event, not the monitor."""
+        try:
+            self.folder.monitor_event(name, step, **fields)
+        except RunFailed as error:
+            self.say(f"the monitor cannot write its events: {error.what}", False)
+
+    def write_live(self) -> None:
+        """Refreshes what ``hpctrain watch`` shows."""
+        measures = self.judge.measures
+        if measures is None:
+            return
+        try:
+            write_atomically(self.folder.monitor / "live.json", json.dumps(self.live(measures)).encode())
+        except RunFailed as error:
+            self.say(f"the monitor cannot write its live view: {error.what}", False)
+
+    def live(self, measures: Measures, most: int = 64) -> dict[str, object]:
+        """The last window: all ranks, or the busiest ones where there are many."""
+        now = measures.window
+        busy, wait = np.median(now.busy, axis=1), np.median(now.wait, axis=1)
+        shown = sorted(np.argsort(-measures.excess)[:most].tolist())
+        return {
+            "time": time.time(),
+            "attempt": self.attempt,
+            "step": self.first_step + (now.index + 1) * now.steps,
+            "num_ranks": len(self.hosts),
+            "ranks": [
+                {
+                    "rank": int(now.ranks[place]),
+                    "host": self.hosts[now.ranks[place]],
+                    "busy_s": float(busy[place]),
+                    "wait_s": float(wait[place]),
+                    "excess": float(measures.excess[place]),
+                    "cost": float(measures.cost[place]),
+                }
+                for place in shown
+            ],
+            "verdicts": list(self.active.values()),
+            "dropped_windows": sum(self.dropped.values()),
+        }
+
+    def close(self) -> None:
+        """Last view and the heat map's data."""
+        self.write_live()
+        if self.heat.used:
+            self.heat.save(self.folder.monitor / "heat.npz")

@@ -1,0 +1,119 @@
+"""The phase clock of one rank: a few time stamps a step, left in shared memory. It never waits and makes no garbage."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from time import monotonic
+from types import TracebackType
+
+from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, Slot, own_slot
+from hpctrain.monitor.window import ENDED, GC, REST, WORK
+from hpctrain.train.clock import Phase
+
+PACK_ROW = struct.Struct(f"{ROW}d").pack_into
+
+
+class RingClock:
+    """A StepClock whose marks the node's agent can read.
+
+    Keeps running totals of the seconds in each phase; at the end of a step they become a row of the ring. Differences
+    of rows are what steps took. A hand-written loop uses ``phase``, ``arrived``, ``left`` and ``end_step``.
+
+    Args:
+        slot: this rank's part of the node's shared memory; private memory if not given.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        self.slot = slot or own_slot()
+        self.head = self.slot.head
+        self.totals = [0.0] * ROW
+        self.taken = [0.0] * ROW
+        self.steps = 0
+        self.last = monotonic()
+        self.gc_began = 0.0
+        self.scopes = {phase.name.lower(): Scope(self, phase) for phase in Phase}
+        self.watches_gc = False
+
+    def mark(self, phase: int) -> None:
+        """See StepClock. About a third of a microsecond."""
+        now = monotonic()
+        self.totals[phase] += now - self.last
+        self.last = now
+        head = self.head
+        head[MARKED_AT] = now
+        head[MARKED_PHASE] = phase
+
+    def end_step(self, work: float = 1.0) -> None:
+        """See StepClock. Time that no phase claimed since the last mark is the step's rest."""
+        now = monotonic()
+        totals = self.totals
+        totals[REST] += now - self.last
+        totals[WORK] += work
+        totals[ENDED] = now
+        self.last = now
+        slot = self.slot
+        PACK_ROW(slot.ring, self.steps % slot.rows * ROW * 8, *totals)
+        self.steps += 1
+        head = self.head
+        head[MARKED_AT] = now
+        head[MARKED_PHASE] = NO_PHASE
+        head[STEPS] = self.steps
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase name since the last call."""
+        now = self.totals.copy()
+        seconds = {phase.name.lower(): now[phase] - self.taken[phase] for phase in Phase}
+        self.taken = now
+        return seconds
+
+    # For loops that are not ours.
+
+    def phase(self, name: str) -> Scope:
+        """``with clock.phase("data"): ...``: the time inside is that phase's. Names: those of Phase in lower case."""
+        return self.scopes[name]
+
+    def arrived(self) -> None:
+        """This rank's last gradient is ready; call it right before the exchange. Ends the backward pass."""
+        self.mark(Phase.BACKWARD)
+
+    def left(self) -> None:
+        """The averaged gradients are there; call it right after the exchange."""
+        self.mark(Phase.EXCHANGE)
+
+    # Garbage collection
+
+    def watch_gc(self) -> None:
+        """From now on collections of this process are timed."""
+        if not self.watches_gc:
+            gc.callbacks.append(self.on_gc)
+            self.watches_gc = True
+
+    def unwatch_gc(self) -> None:
+        """Ends ``watch_gc``."""
+        if self.watches_gc:
+            gc.callbacks.remove(self.on_gc)
+            self.watches_gc = False
+
+    def on_gc(self, event: str, info: dict[str, int]) -> None:
+        """Called by the collector."""
+        if event == "start":
+            self.gc_began = monotonic()
+        else:
+            self.totals[GC] += monotonic() - self.gc_began
+
+
+class Scope:
+    """What ``RingClock.phase`` gives; made once, so that a step makes no garbage."""
+
+    def __init__(self, clock: RingClock, phase: Phase) -> None:
+        self.clock = clock
+        self.column = phase
+
+    def __enter__(self) -> None:
+        self.clock.mark(REST)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clock.mark(self.column)

@@ -1,0 +1,135 @@
+"""Has the run stopped moving, and who is it that never arrived? Pure decisions over the ranks' heartbeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.monitor.shared import NO_PHASE
+from hpctrain.train.clock import Phase
+
+FIRST_STEP_S = 900.0
+"""Silence allowed before the first step is done: compilation, first reading of the data."""
+OUTSIDE_STEP_S = 600.0
+"""Least silence allowed where hooks, evaluation or data may take their time, for the automatic limit."""
+INSIDE_STEP_S = 120.0
+"""Least silence allowed otherwise."""
+TIMES_LONGEST = 10.0
+"""The automatic limit in longest silences seen so far."""
+
+ENDED, GONE, STOPPED = "ended", "gone", "stopped"
+"""States of a rank's process that tell something; anything else is alive."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank's heartbeat says."""
+
+    rank: int
+    steps: int
+    """Steps done in this attempt."""
+    phase: int
+    """Phase that ended last in the current step, or -1."""
+    age_s: float
+    """Seconds since it said so."""
+    state: str
+    """ended (it said good-bye), gone (it did not), stopped, or the kernel's letter."""
+
+    @property
+    def waits(self) -> bool:
+        """It has arrived at the exchange and has not left it."""
+        return self.phase == Phase.BACKWARD and self.state not in (ENDED, GONE, STOPPED)
+
+    @property
+    def doing(self) -> str:
+        """What the rank does, in words."""
+        if self.state in (ENDED, GONE):
+            return "has ended" if self.state == ENDED else "has died without notice"
+        doing = {NO_PHASE: "waits for data", Phase.BACKWARD: "waits in the exchange"}.get(
+            self.phase,
+            f"is past {Phase(int(self.phase)).name.lower()}" if 0 <= self.phase < len(Phase) else "is in its own code",
+        )
+        return f"is stopped, {doing.replace('is ', '')}" if self.state == STOPPED else doing
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The run does not move."""
+
+    silence_s: float
+    """Seconds since anybody moved."""
+    culprits: tuple[Beat, ...]
+    """Those who never arrived; empty where all ranks are in the same place."""
+    waiting: tuple[Beat, ...]
+    """The others."""
+    died: bool
+    """The culprits' processes are gone."""
+
+
+def who_never_arrived(beats: list[Beat]) -> list[Beat]:
+    """Ranks that the others wait for; nobody where all are in the same place.
+
+    Those that are gone or stopped, where there are any. Otherwise all that are not in the furthest exchange.
+    """
+    if lost := [beat for beat in beats if beat.state in (GONE, STOPPED, ENDED)]:
+        return lost
+    furthest = max((beat.steps for beat in beats if beat.waits), default=None)
+    if furthest is not None:
+        return [beat for beat in beats if not (beat.waits and beat.steps == furthest)]
+    ahead = max(beat.steps for beat in beats)
+    behind = [beat for beat in beats if beat.steps < ahead]
+    return behind if len(behind) < len(beats) else []
+
+
+class HangWatch:
+    """Follows the heartbeats of all ranks.
+
+    Args:
+        hang_s: silence that counts as a hang; None derives it from the longest silence seen so far.
+    """
+
+    def __init__(self, hang_s: float | None) -> None:
+        self.hang_s = hang_s
+        self.longest_s = 0.0
+        self.last_steps = -1
+        self.last_silence_s = 0.0
+        self.reported = False
+        self.reported_dead = False
+
+    def observe(self, beats: list[Beat]) -> Hang | None:
+        """A hang, once for each time that the run stops moving. ``beats`` are those of all ranks that are known."""
+        alive = [beat for beat in beats if beat.state not in (ENDED, GONE)]
+        dead = [beat for beat in beats if beat.state == GONE]
+        said_goodbye = any(beat.state == ENDED for beat in beats)
+        if dead and not self.reported_dead and not said_goodbye:
+            self.reported_dead = True
+            return Hang(min(beat.age_s for beat in dead), tuple(dead), tuple(alive), died=True)
+        if not alive or dead:
+            return None
+        silence = min(beat.age_s for beat in alive)
+        self.learn(alive, silence)
+        if silence < self.limit(alive):
+            self.reported = False
+            return None
+        if self.reported:
+            return None
+        self.reported = True
+        culprits = who_never_arrived(beats)
+        waiting = [beat for beat in alive if beat not in culprits]
+        return Hang(silence, tuple(culprits), tuple(waiting), died=False)
+
+    def learn(self, alive: list[Beat], silence: float) -> None:
+        """Remembers the longest silence that ended by itself, from the first finished step on."""
+        steps = max(beat.steps for beat in alive)
+        if steps > self.last_steps >= 1:
+            self.longest_s = max(self.longest_s, self.last_silence_s)
+        self.last_steps = steps
+        self.last_silence_s = silence if silence >= self.last_silence_s else 0.0
+
+    def limit(self, alive: list[Beat]) -> float:
+        """Seconds of silence that count as a hang now."""
+        if max(beat.steps for beat in alive) < 1:
+            return max(FIRST_STEP_S, self.hang_s or 0)
+        if self.hang_s is not None:
+            return self.hang_s
+        inside = all(beat.phase in (Phase.TO_DEVICE, Phase.FORWARD, Phase.BACKWARD, Phase.DATA) for beat in alive)
+        return max(INSIDE_STEP_S if inside else OUTSIDE_STEP_S, TIMES_LONGEST * self.longest_s)

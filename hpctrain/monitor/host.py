@@ -1,0 +1,221 @@
+"""What a host's own counters say about slowness: read at a low rate, compared pairwise, put into words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TICK = os.sysconf("SC_CLK_TCK")
+PROC = Path("/proc")
+NOTABLE = 0.05
+"""Shares of time below this are not worth a word."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Counters at one moment. Times in seconds since boot or start."""
+
+    time: float
+    host: Mapping[str, float]
+    processes: Mapping[int, Mapping[str, float]]
+    """By process number."""
+    gpus: Sequence[str] = field(default_factory=tuple)
+    """What GPUs report about their clocks, in words."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What stands out between two readings, in words that follow a verdict."""
+
+    host: tuple[str, ...]
+    by_pid: Mapping[int, tuple[str, ...]]
+
+
+def read(pids: Sequence[int], now: float) -> Reading:
+    """Takes a reading; counters that this system does not have are left out."""
+    host = {**cpu_counters(), **memory_counters(), **pressure(), **control_group(), **network_counters()}
+    return Reading(now, host, {pid: process_counters(pid) for pid in pids}, gpu_clocks())
+
+
+def compare(before: Reading, after: Reading) -> Findings:
+    """What stands out. Pure."""
+    seconds = max(after.time - before.time, 1e-3)
+
+    def grown(key: str) -> float:
+        return max(after.host.get(key, 0.0) - before.host.get(key, 0.0), 0.0)
+
+    host = []
+    if (share := grown("throttled_s") / seconds) >= NOTABLE:
+        host.append(f"the control group's CPU quota held it for {share:.0%} of the time")
+    if (share := grown("steal_s") / max(grown("cpu_s"), 1e-3)) >= NOTABLE:
+        host.append(f"the hypervisor took {share:.0%} of the processors")
+    if (times := grown("hot")) > 0:
+        host.append(f"processors throttled {times:.0f} times for heat")
+    if (pages := grown("swapped_pages") / seconds) >= 100:
+        host.append(f"the host swaps {pages:.0f} pages/s")
+    if (share := grown("memory_pressure_s") / seconds) >= NOTABLE:
+        host.append(f"tasks waited {share:.0%} of the time for memory")
+    if (share := grown("io_pressure_s") / seconds) >= 0.2:
+        host.append(f"tasks waited {share:.0%} of the time for storage")
+    if (lost := grown("retransmits") / seconds) >= 100:
+        host.append(f"the network sent {lost:.0f} segments/s again")
+    host.extend(after.gpus)
+    by_pid = {}
+    for pid, counters in after.processes.items():
+        if lines := compare_process(before.processes.get(pid, {}), counters, seconds):
+            by_pid[pid] = tuple(lines)
+    return Findings(tuple(host), by_pid)
+
+
+def compare_process(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> list[str]:
+    """What stands out about one process."""
+    lines = []
+    if before and (share := (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds) >= NOTABLE:
+        switches = (after.get("involuntary", 0) - before.get("involuntary", 0)) / seconds
+        lines.append(f"waited {share:.0%} of the time for a processor, {switches:.0f} involuntary switches/s")
+    if before and (faults := (after.get("major_faults", 0) - before.get("major_faults", 0)) / seconds) >= 50:
+        lines.append(f"{faults:.0f} page faults/s from disk")
+    if after.get("swapped_bytes", 0) > 2**26:
+        lines.append(f"{after['swapped_bytes'] / 2**30:.1f} GiB of it are swapped out")
+    if after.get("stopped"):
+        lines.append("the process was stopped by a signal")
+    return lines
+
+
+def cpu_counters() -> dict[str, float]:
+    """Processor seconds of the host: all, and those that a hypervisor gave to others; throttling events."""
+    fields = [int(field) / TICK for field in lines_of(PROC / "stat")[0].split()[1:9]]
+    hot = sum(
+        int(text)
+        for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
+        if (text := text_of(file))
+    )
+    return {"cpu_s": sum(fields), "steal_s": fields[7], "hot": float(hot)}
+
+
+def memory_counters() -> dict[str, float]:
+    """Pages swapped in and out since boot."""
+    pairs = dict(line.split() for line in lines_of(PROC / "vmstat"))
+    return {"swapped_pages": float(int(pairs.get("pswpin", 0)) + int(pairs.get("pswpout", 0)))}
+
+
+def pressure() -> dict[str, float]:
+    """Pressure stall information: seconds in which some task waited for memory or storage."""
+    found = {}
+    for resource in ("memory", "io"):
+        for line in lines_of(PROC / "pressure" / resource):
+            if line.startswith("some"):
+                found[f"{resource}_pressure_s"] = int(line.rpartition("total=")[2]) / 1e6
+    return found
+
+
+def control_group() -> dict[str, float]:
+    """Seconds for which the job's CPU quota held it back."""
+    for line in lines_of(PROC / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            file, key, unit = Path("/sys/fs/cgroup" + path) / "cpu.stat", "throttled_usec", 1e6
+        elif "cpu" in controllers.split(","):
+            file, key, unit = Path(f"/sys/fs/cgroup/{controllers}{path}") / "cpu.stat", "throttled_time", 1e9
+        else:
+            continue
+        pairs = dict(entry.split() for entry in lines_of(file))
+        if key in pairs:
+            return {"throttled_s": int(pairs[key]) / unit}
+    return {}
+
+
+def network_counters() -> dict[str, float]:
+    """TCP segments sent again."""
+    lines = [line.split() for line in lines_of(PROC / "net" / "snmp") if line.startswith("Tcp:")]
+    return {"retransmits": float(dict(zip(*lines, strict=True))["RetransSegs"])} if len(lines) == 2 else {}
+
+
+def process_counters(pid: int) -> dict[str, float]:
+    """Counters of one process; empty where it is gone. Waiting is that of the thread that waited longest."""
+    folder = PROC / str(pid)
+    stat = (text_of(folder / "stat") or "").rpartition(")")[2].split()
+    if not stat:
+        return {}
+    counters = {"major_faults": float(stat[9]), "stopped": float(stat[0] in "tT")}
+    for line in lines_of(folder / "status"):
+        if line.startswith("VmSwap:"):
+            counters["swapped_bytes"] = 1024.0 * int(line.split()[1])
+    waiting, involuntary = 0, 0
+    for task in os.listdir(folder / "task") if (folder / "task").exists() else ():
+        if schedule := (text_of(folder / "task" / task / "schedstat") or "").split():
+            waiting = max(waiting, int(schedule[1]))
+        for line in lines_of(folder / "task" / task / "status"):
+            if line.startswith("nonvoluntary_ctxt_switches:"):
+                involuntary += int(line.split()[1])
+    return {**counters, "waiting_s": waiting / 1e9, "involuntary": float(involuntary)}
+
+
+def gpu_clocks() -> tuple[str, ...]:
+    """GPUs that hardware or heat slows down; nothing where nvidia-ml-py or a GPU is missing."""
+    try:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+    except Exception:  # the library, the driver or the device is missing: no evidence then
+        return ()
+    bad = {
+        pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+        pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "heat",
+        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
+        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+    }
+    found = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
+            clock = pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)
+            most = pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM)
+            if why := [word for bit, word in bad.items() if reasons & bit]:
+                found.append(f"GPU {index} runs at {clock} of {most} MHz: {', '.join(why)}")
+    except pynvml.NVMLError:
+        return tuple(found)
+    return tuple(found)
+
+
+def rivals(
+    cpus: set[int], ours: set[int], seconds: float, before: Mapping[int, float], after: Mapping[int, float]
+) -> list[str]:
+    """Other processes that use at least half a processor among ``cpus``, between two calls of ``processor_seconds``."""
+    lines = []
+    for pid, used in after.items():
+        share = (used - before.get(pid, used)) / seconds
+        if pid in ours or share < 0.5:
+            continue
+        stat = text_of(PROC / str(pid) / "stat") or ""
+        fields = stat.rpartition(")")[2].split()
+        if fields and int(fields[36]) in cpus:
+            name = stat[stat.find("(") + 1 : stat.rfind(")")]
+            lines.append(f"process {pid} ({name}) uses {share:.0%} of a processor that the rank may use")
+    return lines[:3]
+
+
+def processor_seconds() -> dict[int, float]:
+    """Processor seconds of every process on the host."""
+    found = {}
+    for folder in PROC.glob("[0-9]*"):
+        fields = (text_of(folder / "stat") or "").rpartition(")")[2].split()
+        if fields:
+            found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / TICK
+    return found
+
+
+def text_of(path: Path) -> str | None:
+    """A small file's content; None where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def lines_of(path: Path) -> list[str]:
+    """A small file's lines; none where it cannot be read."""
+    return (text_of(path) or "").splitlines()
