@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.data import open_dataset
@@ -12,15 +14,27 @@ from hpctrain.data.dataset import Dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.frameworks import tensorflow_runtime
+from hpctrain.launch.output import shown_columns
+from hpctrain.launch.stop import StopRequests
+from hpctrain.monitor.hook import MonitorHook
+from hpctrain.run_dir import RunDir
 from hpctrain.task import Task, TorchTask
 from hpctrain.task_loader import load_task
+from hpctrain.track.console import make_console
+from hpctrain.track.jsonl import EventsHook
+from hpctrain.track.sink import Sink
 from hpctrain.train.clock import StepClock
+from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.framework import Framework
 from hpctrain.train.hooks import Hook
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import global_batch, make_plan
 from hpctrain.train.schedule import make_schedule
 from hpctrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from hpctrain.launch.rank import Session
+    from hpctrain.monitor.session import Session as MonitorSession
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,28 @@ def make_validation(config: Config, world: World, dataset: Dataset) -> Validatio
     group = world.data
     share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
     return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches)
+
+
+def make_hooks(
+    config: Config, session: Session, run_dir: RunDir, problem: Problem, monitor: MonitorSession, fresh: bool
+) -> list[Hook]:
+    """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved."""
+    world = session.world
+    hooks: list[Hook] = []
+    if config.train.early_stop.metric is not None:
+        hooks.append(EarlyStop(config.train.early_stop))
+    hooks.append(StopRequests(session.signals, run_dir))
+    if config.checkpoint.enabled:
+        batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
+        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, run_dir.append_event, fresh))
+    hooks.append(MonitorHook(monitor))
+    hooks.append(EventsHook(run_dir, monitor.clock, config.track.every_steps, make_sinks(config, session)))
+    return hooks
+
+
+def make_sinks(config: Config, session: Session) -> list[Sink]:
+    """Who hears of the run's events, on rank 0."""
+    return [make_console(shown_columns())] if session.world.rank == 0 else []
 
 
 def make_trainer(
