@@ -6,7 +6,6 @@ import re
 import signal
 from dataclasses import dataclass
 
-
 OUT_OF_MEMORY = "was killed by the kernel: out of memory"
 
 
@@ -28,7 +27,9 @@ class Death:
             return OUT_OF_MEMORY
         if self.signal is not None:
             return f"was killed by {signal_name(self.signal)}"
-        return f"exited with code {self.exit_code}" if self.exit_code is not None else "left in mid-run without an error"
+        if self.exit_code is not None:
+            return f"exited with code {self.exit_code}"
+        return "left in mid-run without an error"
 
 
 OPEN_MPI_SIGNAL = re.compile(

@@ -180,11 +180,12 @@ class Session:
         unexpected = not isinstance(error, HpctrainError)
         if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
             print(trace, file=sys.stderr, flush=True)
-        together = first is not None or self.exchange(error, "see who else fails", COMPANY_S) is not None
+        if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
+            first = next(rank for rank, entry in enumerate(told) if entry is not None)
         if not self.supervised and self.shows(first):
             self.tell(what, fix)
             self.conclude()
-        if not together and self.errors.comm is not None:
+        if first is None and self.errors.comm is not None:
             self.errors.comm.Abort(code)
         return code
 
@@ -193,7 +194,7 @@ class Session:
         if first is not None:
             return first == self.world.rank
         if self.run_dir is None:
-            return self.world.rank == 0 or self.errors.comm is None
+            return True
         try:
             return create_exclusively(self.word_file().path.with_name("told"), b"")
         except HpctrainError:

@@ -18,6 +18,7 @@ from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.launch import launchers, processes
 from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord, collect, merge, pieces
 from hpctrain.launch.live_lock import LiveLock, myself
+from hpctrain.launch.passing import Passing
 from hpctrain.launch.signals import StopSignals
 from hpctrain.launch.verdict import Action, Stop, Verdict, decide
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
@@ -74,6 +75,7 @@ class Attempt:
     verbose: bool = False
     by_person: Callable[[int], bool] = lambda number: number in PERSON_SIGNALS
     process: subprocess.Popen[bytes] | None = None
+    passing: Passing | None = None
     failure: Verdict | None = None
     """Set when the supervisor itself ends the attempt."""
     stop: Stop | None = None
@@ -87,7 +89,7 @@ class Attempt:
     def run(self) -> tuple[Verdict, list[LastWord]]:
         """Starts the ranks, watches until all are gone, and decides."""
         code = self.watch()
-        text = self.launcher_text()
+        text = self.launcher_text() + (self.passing.text if self.passing is not None else "")
         words = self.last_words(text, code)
         attempts = [*self.run_dir.attempts()]
         if attempts:
@@ -109,11 +111,14 @@ class Attempt:
                 list(self.launch.argv),
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
                 # mpirun and srun end their ranks on SIGTERM. There is one thread here, so a preexec_fn is safe.
                 preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),  # noqa: PLW1509
             )
+        assert self.process.stdout is not None
+        self.passing = Passing(self.process.stdout, sys.stdout.fileno())
         try:
             while self.process.poll() is None:
                 self.tick(time.monotonic())
@@ -122,13 +127,17 @@ class Attempt:
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
-            self.show_launcher_text()
             processes.end_descendants(KILL_GRACE_S)
+            self.passing.pump()
+            self.process.stdout.close()
+            self.show_launcher_text()
         return self.process.returncode
 
     def tick(self, now: float) -> None:
         """One look at signals, the STOP file, the ranks and the clock."""
         self.lock.beat()
+        if self.passing is not None:
+            self.passing.pump()
         self.take_signals(now)
         if now >= self.next_look:
             self.next_look = now + WORDS_EVERY_S

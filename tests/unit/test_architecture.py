@@ -17,6 +17,7 @@ ROOMS = {
     "config": {"errors"},
     "task": set(),
     "events": {"errors"},
+    "facts": set(),
     "run_dir": {"errors", "config", "events"},
     "data": {"errors", "config"},
     "comm": {"errors", "config"},
@@ -24,8 +25,8 @@ ROOMS = {
     "frameworks": {"errors", "config", "comm", "data", "train", "task"},
     "checkpoint": {"errors", "config", "config_file", "comm", "data", "train", "run_dir", "events"},
     "monitor": {"errors", "config", "config_file", "comm", "train", "run_dir", "events", "launch"},
-    "launch": {"errors", "config", "config_file", "comm", "train", "run_dir", "events", "resources", "monitor"},
-    "track": {"errors", "config", "comm", "train", "run_dir", "events", "report"},
+    "launch": {"errors", "config", "config_file", "comm", "train", "run_dir", "events", "facts", "resources", "monitor"},
+    "track": {"errors", "config", "comm", "train", "run_dir", "events", "facts", "report"},
     "report": {"errors", "config", "config_file", "run_dir", "events", "resources", "monitor"},
 }
 """What each room may import besides itself; rooms that are not named here (the command line, build) may import all."""
