@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import mpi
 
-_OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_CPP", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
+_OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
 """Environment variables that the frameworks and pytest set when they are imported."""
 
 
