@@ -45,6 +45,6 @@ def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
         if dict(part.fields) != dict(parts[0].fields):
             raise UserError(
                 f"{name} holds {layout(part.fields)} but {names[0]} holds {layout(parts[0].fields)}",
-                "give files with the same arrays, shapes and dtypes, or name common ones with fields=(...)",
+                "give files with the same arrays, shapes and dtypes, or name only arrays that they share",
             )
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)

@@ -64,12 +64,12 @@ def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: 
     if not shape:
         raise UserError(
             f"{where}: {name!r} is a single value, without a sample axis",
-            "store one value per sample, or leave it out with fields=(...)",
+            "store one value per sample, or name only the arrays to use",
         )
     if dtype.kind not in "biufc":
         raise UserError(
             f"{where}: {name!r} has dtype {dtype}, which is not a number",
-            "store numbers (encode text and objects first), or leave it out with fields=(...)",
+            "store numbers (encode text and objects first), or name only the arrays to use",
         )
     return Field(tuple(shape[1:]), dtype.newbyteorder("="))
 
@@ -82,7 +82,7 @@ def check_lengths(lengths: Mapping[str, int], where: str) -> int:
         listed = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
         raise UserError(
             f"{where}: the arrays have different numbers of samples: {listed}",
-            "make them equally long, or name those that belong together with fields=(...)",
+            "make them equally long, or name only the arrays that belong together",
         )
     length = next(iter(lengths.values()))
     if length == 0:

@@ -28,12 +28,17 @@ BLOCK_BYTES = 64 * 2**10
 class Reader(Protocol):
     """One array of a file."""
 
+    layout: str
+    """How it is stored, for people."""
+
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """New array of the samples at these indices."""
 
 
 class MappedArray:
     """A contiguous array, mapped into memory."""
+
+    layout = "contiguous"
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
@@ -53,6 +58,7 @@ class BlockArray:
         self.block_samples = block_samples
         self.cache = cache
         self.key = (stored.file.filename, stored.name)
+        self.layout = layout(stored)
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """See Reader."""
@@ -223,3 +229,11 @@ def block_samples(stored: h5py.Dataset, field: Field) -> int:
     """Samples of a block: whole chunks, of at least BLOCK_BYTES together."""
     rows = stored.chunks[0] if stored.chunks else 1
     return int(rows * math.ceil(BLOCK_BYTES / max(1, rows * field.num_bytes)))
+
+
+def layout(stored: h5py.Dataset) -> str:
+    """How an array that is not contiguous is stored."""
+    if not stored.chunks:
+        return "virtual" if stored.is_virtual else "not mappable"
+    chunks = f"chunks of {' x '.join(map(str, stored.chunks))}"
+    return f"{chunks}, {stored.compression}" if stored.compression else chunks

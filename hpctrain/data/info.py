@@ -1,0 +1,83 @@
+"""What a dataset holds, and how fast it reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.concat import ConcatDataset
+from hpctrain.data.dataset import Dataset
+from hpctrain.data.hdf5 import Hdf5Dataset
+from hpctrain.data.order import Order
+from hpctrain.data.sources import CACHE_BYTES, open_dataset
+
+BATCH = 256
+
+
+def describe(source: str, seconds: float) -> dict[str, Any]:
+    """JSON-able facts about HDF5 files.
+
+    Args:
+        source: a path or a pattern.
+        seconds: to measure each way of reading for, at most; once through all samples at most.
+    """
+    dataset = open_dataset(source)
+    files = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
+    layouts = {name: layout(files, name) for name in dataset.fields}
+    sample_bytes = sum(field.num_bytes for field in dataset.fields.values())
+    shuffled = Order(len(dataset), BATCH)
+    stored = Order(len(dataset), BATCH, shuffle="none")
+    return {
+        "source": source,
+        "files": len(files),
+        "samples": len(dataset),
+        "bytes_per_sample": sample_bytes,
+        "fields": [
+            {"name": name, "dtype": field.dtype.name, "shape": list(field.shape), "layout": layouts[name]}
+            for name, field in dataset.fields.items()
+        ],
+        "fingerprint": dataset.fingerprint(),
+        "random": speed(dataset, shuffled, seconds, sample_bytes),
+        "sequential": speed(dataset, stored, seconds, sample_bytes),
+        "hints": hints(set(layouts.values()), len(dataset) * sample_bytes),
+    }
+
+
+def layout(files: list[Dataset] | Any, name: str) -> str:
+    """How an array is stored in all files."""
+    layouts = {file.readers[name].layout for file in files if isinstance(file, Hdf5Dataset)}
+    return layouts.pop() if len(layouts) == 1 else "mixed"
+
+
+def speed(dataset: Dataset, order: Order, seconds: float, sample_bytes: int) -> dict[str, float]:
+    """Samples and bytes a second, in batches of 256, with the page cache as it stands."""
+    begin = time.perf_counter()
+    samples = 0
+    for indices in batches(order):
+        dataset.read(indices)
+        samples += len(indices)
+        if time.perf_counter() - begin > seconds:
+            break
+    rate = samples / (time.perf_counter() - begin)
+    return {"samples_per_s": rate, "bytes_per_s": rate * sample_bytes}
+
+
+def batches(order: Order) -> Iterator[NDArray[np.int64]]:
+    """Of one epoch."""
+    return (order.batch_indices(0, batch) for batch in range(order.batches_per_epoch))
+
+
+def hints(layouts: set[str], num_bytes: int) -> list[str]:
+    """What would read faster."""
+    if layouts == {"contiguous"}:
+        return []
+    text = "arrays that are not contiguous are read block by block through the HDF5 library"
+    if num_bytes > CACHE_BYTES:
+        return [
+            f"{text}, each block again and again in random order: use data.shuffle block, or repack: hpctrain data pack"
+        ]
+    return [f"{text}, once: after the first epoch they are in memory"]

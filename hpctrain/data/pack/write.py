@@ -1,0 +1,180 @@
+"""Writes a source into an HDF5 file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.pack.source import Source
+from hpctrain.errors import UserError
+
+NOTES = "hpctrain"
+"""Attribute of the file that holds a source's notes, as JSON."""
+PAGE = 4096
+CHUNK_BYTES = 2**20
+"""Size of a chunk where it is not given."""
+
+
+def write_hdf5(
+    path: Path,
+    source: Source,
+    dtypes: Mapping[str, np.dtype[Any]] | None = None,
+    chunk_samples: int | None = None,
+    compression: str | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[int], None] = lambda samples: None,
+) -> None:
+    """Writes all samples, to a temporary file beside ``path`` that is synced and renamed at the end.
+
+    Args:
+        path: the file to make.
+        source: what goes in.
+        dtypes: by field, where they should differ from the source's; values must fit.
+        chunk_samples: store chunks of so many samples; by default arrays are contiguous, which reads fastest.
+        compression: gzip or lzf, in chunks.
+        overwrite: replace a file that is there.
+        on_progress: called with the number of samples that were written since.
+
+    Raises:
+        UserError: the file exists, does not fit, or a value does not fit its dtype.
+    """
+    fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists", "choose another name, or replace it with --force")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if compression is None:
+            check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
+        if compression is None and chunk_samples is None:
+            write_contiguous(temporary, source, fields, on_progress)
+        else:
+            write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
+        commit(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_contiguous(
+    temporary: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None]
+) -> None:
+    """HDF5 lays out the file and closes it; then the bytes go to their places, so that a full disk is a plain error."""
+    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    with h5py.File(temporary, "w", track_order=True, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+        file.attrs[NOTES] = json.dumps(source.notes)
+        offsets = {
+            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
+            for name, field in fields.items()
+        }
+    with temporary.open("r+b") as raw:
+        for begin, block in checked_blocks(source, fields):
+            for name, values in block.items():
+                raw.seek(offsets[name] + begin * fields[name].num_bytes)
+                raw.write(values.data)
+            on_progress(len(values))
+
+
+def write_chunked(
+    temporary: Path,
+    source: Source,
+    fields: Mapping[str, Field],
+    chunk_samples: int | None,
+    compression: str | None,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Chunks of whole samples; what reaches a chunk's end waits for the chunk, which is compressed once."""
+    with closing_quietly(h5py.File(temporary, "w", track_order=True)) as file:
+        file.attrs[NOTES] = json.dumps(source.notes)
+        for name, field in fields.items():
+            rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
+            file.create_dataset(
+                name,
+                (source.length, *field.shape),
+                field.dtype,
+                chunks=(rows, *field.shape),
+                compression=compression,
+                shuffle=compression is not None,
+                rdcc_nbytes=2 * rows * field.num_bytes,
+            )
+        for begin, block in checked_blocks(source, fields):
+            for name, values in block.items():
+                file[name][begin : begin + len(values)] = values
+            on_progress(len(values))
+
+
+@contextlib.contextmanager
+def closing_quietly(file: h5py.File) -> Iterator[h5py.File]:
+    """After a failed write closing fails too: the first error is the one to tell."""
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
+        raise
+    file.close()
+
+
+def checked_blocks(source: Source, fields: Mapping[str, Field]) -> Iterator[tuple[int, Samples]]:
+    """The source's blocks in the dtypes to write, each with the index of its first sample."""
+    begin = 0
+    for block in source.blocks():
+        yield begin, {name: fit(name, block[name], field.dtype, begin) for name, field in fields.items()}
+        begin += len(next(iter(block.values())))
+    if begin != source.length:
+        raise UserError(
+            f"the source gave {begin} samples in place of {source.length}", "leave it alone while it is packed"
+        )
+
+
+def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
+    """The values in this dtype, C-contiguous; floats are rounded, but nothing may overflow or lose its fraction."""
+    if values.dtype == dtype:
+        return np.ascontiguousarray(values)
+    with np.errstate(all="ignore"):
+        cast = np.ascontiguousarray(values.astype(dtype))
+        wrong = cast != values if dtype.kind in "biu" else np.isfinite(values) & ~np.isfinite(cast)
+    if wrong.any():
+        row = int(np.argwhere(wrong)[0][0])
+        value = values[row][wrong[row]].ravel()[0] if values.ndim > 1 else values[row]
+        raise UserError(
+            f"{name!r} of sample {begin + row} holds {value}, which {dtype} cannot hold", "choose a wider dtype"
+        )
+    return cast
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raises UserError where this much is not free, before time is spent."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise UserError(
+            f"{folder} has {free / 1e9:.2f} GB free and the file needs {num_bytes / 1e9:.2f} GB",
+            "make room, write elsewhere, choose a narrower --dtype, or use --compression gzip",
+        )
+
+
+def commit(temporary: Path, path: Path) -> None:
+    """Makes the file appear under its name, whole also after a loss of power."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
