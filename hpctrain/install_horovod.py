@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="cache of wheels (default: in ~/.cache/hpctrain)")
     parser.add_argument("--sdist", type=Path, metavar="FILE", help=f"{patch.SDIST}, on a machine without network")
-    parser.add_argument("--rebuild", action="store_true", help="build again even if the cache has the wheel")
+    parser.add_argument("--force", action="store_true", help="build again even if the cache has the wheel")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
     )
     built = False
     wheel = _cached_wheel(cache, recipe)
-    if wheel is None or args.rebuild:
+    if wheel is None or args.force:
         with _locked(cache / f"{recipe.key}.lock", say):
-            wheel = None if args.rebuild else _cached_wheel(cache, recipe)
+            wheel = None if args.force else _cached_wheel(cache, recipe)
             if wheel is None:
                 wheel, built = Build(cache, recipe, mpi, cuda, args.sdist).run(edits, say), True
     if built or _installed_version() != recipe.version:
@@ -151,7 +151,7 @@ def _see_it_load(framework: str, mpi: Mpi) -> None:
     if done.returncode != 0:
         raise RunFailed(
             what=f"horovod.{framework} does not load: {last_line(done.stderr)}",
-            fix=f"build it again with --rebuild, with {mpi.name} loaded as it will be in jobs",
+            fix=f"build it again with --force, with {mpi.name} loaded as it will be in jobs",
         )
 
 

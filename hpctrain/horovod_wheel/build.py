@@ -109,7 +109,7 @@ class Build:
             with tempfile.TemporaryDirectory(dir=self.folder) as room:
                 command = [*PIP, "download", "--quiet", "--retries", "2", "--no-deps", "--no-build-isolation"]
                 command += ["--no-binary", "horovod", "--dest", room, f"horovod=={patch.VERSION}"]
-                if self._logged(command, self._environment()) != 0 or not Path(room, patch.SDIST).exists():
+                if self._logged(command, self._tools_environment()) != 0 or not Path(room, patch.SDIST).exists():
                     raise self._failure(f"cannot download {patch.SDIST} from the package index")
                 Path(room, patch.SDIST).replace(sdist)
         if not sdist.is_file():
@@ -130,19 +130,22 @@ class Build:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         return max(1, min(len(os.sched_getaffinity(0)), memory // _BYTES_PER_JOB))
 
+    def _tools_environment(self) -> dict[str, str]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+        python_path = os.pathsep.join(filter(None, [str(self.tools), os.environ.get("PYTHONPATH")]))
+        return env | {"PATH": self._path(), "PYTHONPATH": python_path}
+
     def _environment(self) -> dict[str, str]:
         wanted = {
             "WITH_MPI": True, "WITHOUT_GLOO": True, "WITHOUT_MXNET": True,
             "WITH_PYTORCH": self.recipe.torch, "WITHOUT_PYTORCH": not self.recipe.torch,
             "WITH_TENSORFLOW": self.recipe.tensorflow, "WITHOUT_TENSORFLOW": not self.recipe.tensorflow,
         }  # fmt: skip
-        env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+        env = self._tools_environment()
         env |= {f"HOROVOD_{name}": "1" for name, value in wanted.items() if value}
         env |= {
             "HOROVOD_LOCAL_VERSION": self.recipe.key,
             "HPCTRAIN_MPI_RPATH": self.mpi.rpath,
-            "PATH": self._path(),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.tools), os.environ.get("PYTHONPATH")])),
         }
         env.setdefault("MAKEFLAGS", f"-j{self._jobs()}")
         return env | (self._cuda_environment(self.cuda) if self.cuda else {})
