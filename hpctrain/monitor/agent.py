@@ -194,7 +194,7 @@ class Voice:
         pid = int(self.reader.heads()[0][PID])
         with contextlib.suppress(OSError):
             if past_the_rank:
-                handle = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+                handle = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
                 os.write(handle, line)
                 os.close(handle)
             else:

@@ -25,6 +25,7 @@ class MonitorHook(BaseHook):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.steps = 0
+        self.orderly = False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
         """See Hook."""
@@ -35,6 +36,10 @@ class MonitorHook(BaseHook):
             self.session.poll()
         return None
 
+    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+        """See Hook."""
+        self.orderly = True
+
     def close(self) -> None:
         """See Hook."""
-        self.session.close()
+        self.session.close(self.orderly)

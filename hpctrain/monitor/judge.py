@@ -189,7 +189,7 @@ class Judge:
         return verdicts
 
     def extra_of(self, window: Window, place: int) -> Array:
-        """[len(CAUSES)] seconds a step that a rank's phases are above its peers', or its own past where these are few."""
+        """[len(CAUSES)] seconds a step by which phases exceed the peers', or with few peers the rank's own past."""
         if len(window.ranks) <= self.rule.few_ranks and self.baseline.typical is not None:
             return np.asarray(window.typical[place] - self.baseline.typical[window.ranks[place]], dtype=np.float64)
         others = np.delete(window.typical, place, axis=0)
@@ -314,7 +314,7 @@ class Judge:
             all_slower,
             bool(np.median(own) < 1 + self.rule.calm),
             slowdown=float(np.median(own) - 1),
-            cost=float(1 - 1 / max(np.median(own), 1.0)),
+            cost=1 - 1 / max(float(np.median(own)), 1.0),
         )
         was, is_now, step = self.baseline.transfer, statistics.transfer_seconds(window.wait), self.baseline.step
         slower = is_now - was >= self.rule.slow * step and is_now >= 1.5 * was

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 
 import psutil
@@ -59,11 +60,19 @@ class Session:
             return
         with contextlib.suppress(BlockingIOError):
             if said := os.read(self.agent.stdout.fileno(), 1 << 16):
-                sys.stderr.write(said.decode(errors="replace"))
-                sys.stderr.flush()
+                sys.stdout.write(said.decode(errors="replace"))
+                sys.stdout.flush()
 
-    def close(self) -> None:
-        """Says good-bye; the node's first rank waits until its agent has written its last event."""
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(orderly=kind is None)
+
+    def close(self, orderly: bool = False) -> None:
+        """Says good-bye. At an orderly end, which all ranks come to, a node's first rank awaits its agent's last event."""
         if self.clock.head[STATE] == FINISHED:
             return
         self.clock.head[STATE] = FINISHED
@@ -71,15 +80,15 @@ class Session:
         if self.dump_file is not None:
             faulthandler.unregister(DUMP_ON)
             self.dump_file.close()
-        if self.agent is not None:
+        if self.agent is not None and orderly:
             try:
                 self.agent.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
                 self.agent.kill()
                 self.agent.wait()
             self.poll()
-            if self.agent.stdout is not None:
-                self.agent.stdout.close()
+        if self.agent is not None and self.agent.stdout is not None:
+            self.agent.stdout.close()
 
 
 def start(world: World, folder: Path | str, config: MonitorConfig | None = None) -> Session:
