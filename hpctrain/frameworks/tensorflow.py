@@ -94,6 +94,7 @@ class KerasFramework:
         self.among = possible(config.reduce, world)
         if len(self.among) == 1:
             self.reducer = open_reducer(self.among[0], self.group, self.layout.length)
+            self.chosen_reducer = self.among[0].name
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
         self.learning_rate = own_learning_rate(task.optimizer)
         self.factor: float | None = None

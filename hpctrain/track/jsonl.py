@@ -88,6 +88,7 @@ class EventsHook(BaseHook):
     def start(self, trainer: Trainer) -> None:
         """Says who trains what with what; dated to when the attempt's training began."""
         self.has_started = True
+        variant = reducer_name(trainer.framework)
         self.emit(
             trainer,
             "run_started",
@@ -96,7 +97,8 @@ class EventsHook(BaseHook):
             ranks=trainer.world.size,
             hosts=self.hosts,
             framework=getattr(trainer.framework, "name", type(trainer.framework).__name__),
-            reducer=reducer_name(trainer.framework),
+            reducer=variant.partition("-")[0],
+            reducer_variant=variant,
             versions=facts.versions(),
             total_steps=trainer.plan.total_steps,
         )
@@ -137,7 +139,7 @@ class EventsHook(BaseHook):
             sink.event(line)
 
 
-def reducer_name(framework: Any) -> str | None:
-    """What averages the gradients: horovod, mpi or none, with its variant if it has one."""
-    name = getattr(framework, "chosen_reducer", None) or getattr(framework.reducer, "name", None)
-    return None if name is None else str(name)
+def reducer_name(framework: Any) -> str:
+    """What averages the gradients, with its variant: horovod-flat, mpi-node, none."""
+    name = framework.chosen_reducer or getattr(framework.reducer, "name", None)
+    return str(name or "none")
