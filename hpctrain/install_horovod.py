@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     cache.mkdir(parents=True, exist_ok=True)
     frameworks = _frameworks(args.torch, args.tensorflow, args.gpu)
     check_python()
+    compiler = check_compiler()
     mpi = find_mpi()
     check_mpi4py(mpi)
     cuda = find_cuda() if args.gpu else None
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         python=f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
         torch=frameworks.get("torch"),
         tensorflow=frameworks.get("tensorflow"),
-        compiler=check_compiler(),
+        compiler=compiler,
         mpi=mpi.version,
         mpi_rpath=mpi.rpath,
         cuda=repr(cuda) if cuda else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -114,11 +113,7 @@ class Build:
                 Path(room, patch.SDIST).replace(sdist)
         if not sdist.is_file():
             raise UserError(what=f"{sdist} does not exist", fix=f"name the file {patch.SDIST} with --sdist")
-        if hashlib.sha256(sdist.read_bytes()).hexdigest() != patch.SDIST_SHA256:
-            raise UserError(
-                what=f"{sdist} is not the sdist of Horovod {patch.VERSION}: its SHA-256 differs",
-                fix="delete it and try again, or name an unchanged one with --sdist",
-            )
+        patch.verify(sdist)
         return sdist
 
     def _path(self) -> str:

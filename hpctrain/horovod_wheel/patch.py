@@ -73,6 +73,15 @@ def digest(chosen: Iterable[Edit]) -> str:
     return hashlib.sha256(repr(tuple(chosen)).encode()).hexdigest()
 
 
+def verify(sdist: Path) -> None:
+    """Raises UserError unless `sdist` is the release that the edits were written for, byte for byte."""
+    if hashlib.sha256(sdist.read_bytes()).hexdigest() != SDIST_SHA256:
+        raise UserError(
+            what=f"{sdist} is not the sdist of Horovod {VERSION}: its SHA-256 differs",
+            fix="delete it and try again, or name an unchanged one with --sdist",
+        )
+
+
 def apply(source: Path, chosen: Iterable[Edit]) -> None:
     """Change the unpacked sdist in `source`.
 

@@ -1,0 +1,114 @@
+"""Building Horovod: what is checked before minutes are spent, and what is said when it breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UserError
+from hpctrain.horovod_wheel import patch
+from hpctrain.horovod_wheel.build import explain_log
+from hpctrain.horovod_wheel.recipe import Recipe
+
+RECIPE = Recipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
+
+
+def sources(root: Path, chosen: tuple[patch.Edit, ...]) -> Path:
+    """Files that hold just the text that the edits look for."""
+    for edit in chosen:
+        file = root / edit.path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        before = file.read_text() if file.exists() else ""
+        file.write_text(f"{before}# before\n{edit.old}\n# after\n")
+    return root
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_every_edit_is_made_and_the_rest_left_alone(tmp_path: Path, gpu: bool) -> None:
+    edits = patch.edits(gpu)
+    patch.apply(sources(tmp_path, edits), edits)
+    for edit in edits:
+        text = (tmp_path / edit.path).read_text()
+        assert f"# before\n{edit.new}\n# after\n" in text
+
+
+@pytest.mark.parametrize("text", ["", "set(CMAKE_CXX_STANDARD 98)", "set(CMAKE_CXX_STANDARD 14)\n" * 2])
+def test_a_source_that_the_edits_do_not_fit_is_refused(tmp_path: Path, text: str) -> None:
+    sources(tmp_path, patch.edits(gpu=False))
+    (tmp_path / "CMakeLists.txt").write_text(text)
+    with pytest.raises(UserError, match=r"CMakeLists\.txt.*0\.28\.1"):
+        patch.apply(tmp_path, patch.edits(gpu=False))
+
+
+def test_edits_for_gpus_and_for_cpus_are_told_apart() -> None:
+    assert patch.digest(patch.edits(gpu=True)) != patch.digest(patch.edits(gpu=False))
+
+
+def test_a_changed_sdist_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / patch.SDIST
+    file.write_bytes(b"not Horovod")
+    with pytest.raises(UserError, match="SHA-256"):
+        patch.verify(file)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Recipe)])
+def test_the_key_changes_with_everything_that_the_wheel_depends_on(field: str) -> None:
+    assert dataclasses.replace(RECIPE, **{field: "other"}).key != RECIPE.key
+
+
+def test_the_key_is_the_same_in_every_process() -> None:
+    code = f"from hpctrain.horovod_wheel.recipe import Recipe; print({RECIPE!r}.key)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == RECIPE.key
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("g++: fatal error: Killed signal terminated program cc1plus\n", "the compiler ran out of memory"),
+        ("/tmp/x.s: No space left on device\nmake: error: 1\n", "the disk is full"),
+        ("ERROR: No matching distribution found for horovod==0.28.1\n", "the package index cannot be reached"),
+        ("ok\n/a/b.cc:12:3: error: 'x' was not declared\nb.cc:13:1: error: later\n", "'x' was not declared"),
+        ("CMake Error at CMakeLists.txt:3 (find_package):\n", "find_package"),
+    ],
+)
+def test_the_log_of_a_failed_build_is_explained(log: str, reason: str) -> None:
+    what, fix = explain_log(log)
+    assert reason in what and "later" not in what
+    assert fix
+
+
+def install_horovod(cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpctrain", "install-horovod", "--wheel-dir", str(cache)]
+    return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60)
+
+
+def only(folder: Path, *programs: str) -> str:
+    """A PATH with these programs and no others; each exits with 0 and has version 1."""
+    folder.mkdir()
+    for name in programs:
+        (folder / name).write_text("#!/bin/sh\necho version 1\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+def test_a_missing_compiler_is_one_sentence_and_costs_nothing(tmp_path: Path) -> None:
+    done = install_horovod(tmp_path / "cache", PATH=only(tmp_path / "bin", "make"))
+    assert done.returncode == 64
+    assert "g++ is not on PATH" in done.stderr and "g++ 11 or newer" in done.stderr
+    assert "Traceback" not in done.stderr and not list((tmp_path / "cache").iterdir())
+
+
+def test_a_compiler_without_cxx20_is_named(tmp_path: Path) -> None:
+    path = only(tmp_path / "bin", "make")
+    old = tmp_path / "bin" / "old-g++"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "old-g++ 9.4" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    done = install_horovod(tmp_path / "cache", PATH=path, CXX=str(old))
+    assert done.returncode == 64
+    assert "old-g++ 9.4 does not compile C++20" in done.stderr

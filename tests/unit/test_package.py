@@ -1,0 +1,92 @@
+"""The package as `pip install .` delivers it, and its metadata."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with hpctrain installed from a copy of the sources, which is deleted afterwards."""
+    room = tmp_path_factory.mktemp("package")
+    sources = room / "sources"
+    sources.mkdir()
+    for name in ("hpctrain", "slurm"):
+        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, sources)
+    target = room / "site"
+    subprocess.run(
+        [*PIP, "install", "--no-build-isolation", "--no-deps", "--target", target, sources],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    shutil.rmtree(sources)
+    return target
+
+
+def run_installed(installed: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(installed)}
+    return subprocess.run(
+        [sys.executable, *command], env=env, cwd=installed.parent, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_installed_command_works(installed: Path) -> None:
+    done = run_installed(installed, "-m", "hpctrain", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "submit" in done.stdout
+
+
+def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
+    done = run_installed(installed, "-c", "from hpctrain.resources import template_dir as d; print(d())")
+    assert Path(done.stdout.strip()).is_relative_to(installed), "another hpctrain was imported"
+    carried = {path.relative_to(done.stdout.strip()) for path in Path(done.stdout.strip()).rglob("*") if path.is_file()}
+    ours = {path.relative_to(ROOT / "slurm") for path in (ROOT / "slurm").rglob("*") if path.is_file()}
+    assert ours and ours - carried == set()
+
+
+def test_the_wheel_carries_every_module_and_data_file(installed: Path) -> None:
+    def files(root: Path) -> set[Path]:
+        listed = (path.relative_to(root) for path in (root / "hpctrain").rglob("*") if path.is_file())
+        return {path for path in listed if path.suffix != ".pyc" and "_slurm" not in path.parts}
+
+    assert files(ROOT) - files(installed) == set()
+
+
+def requirements() -> list[tuple[str, str]]:
+    """(extra, requirement) of setup.cfg; the core's extra is ""."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = {"": config["options"]["install_requires"], **config["options.extras_require"]}
+    return [(extra, line) for extra, lines in listed.items() for line in lines.splitlines() if line.strip()]
+
+
+def test_every_requirement_is_pinned_for_development() -> None:
+    def plain(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    pinned = {plain(line.split("==")[0]) for line in (ROOT / "env/constraints.txt").read_text().splitlines()}
+    wanted = {plain(re.split(r"[\[<>=~ ]", line)[0]) for _, line in requirements()}
+    assert wanted - pinned - {"hpctrain"} == set()
+
+
+def test_no_extra_pulls_in_horovod() -> None:
+    """pip would build its sdist unchanged, and fail after minutes."""
+    assert not [line for _, line in requirements() if line.startswith("horovod")]
+
+
+def test_all_names_every_extra_but_dev() -> None:
+    extras = {extra for extra, _ in requirements()} - {"", "all", "dev"}
+    named = next(line for extra, line in requirements() if extra == "all")
+    assert set(named[named.index("[") + 1 : -1].split(",")) == extras
