@@ -27,7 +27,7 @@ _BUILD_BYTES = 1_000_000_000
 _BYTES_PER_JOB = 2_000_000_000
 """Memory of one compiler process on torch's headers, rounded up."""
 _BUILD_TOOLS = {
-    "setuptools": "setuptools",
+    "setuptools": "setuptools<90",
     "wheel": "wheel",
     "packaging": "packaging",
     "cloudpickle": "cloudpickle",
@@ -85,7 +85,7 @@ class Build:
         """Brings what setup.py needs and this environment lacks into a folder beside the build, not into the user's."""
         missing = [name for module, name in _BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
         if cmake_version(shutil.which("cmake", path=self._path())) < (3, 18):
-            missing.append("cmake>=3.18")
+            missing.append("cmake>=3.18,<5")
         if not missing:
             return
         command = [*PIP, "install", "--quiet", "--target", str(self.tools), "--upgrade", *missing]

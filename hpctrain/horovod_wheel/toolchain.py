@@ -82,7 +82,7 @@ def check_compiler() -> str:
         if shutil.which(tool) is None:
             raise UserError(
                 what=f"{tool} is not on PATH, and Horovod is compiled here",
-                fix="install g++ (11 or newer) and make, or load your site's compiler module",
+                fix="install g++ 11 or newer and make, or load your site's compiler module",
             )
     version = _first_line(subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout)
     if not _compiles([*compiler, "-std=c++20"], _CXX20_PROBE, ".cc"):
