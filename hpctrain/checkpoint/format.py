@@ -24,14 +24,8 @@ MAX_DIMENSIONS = 32
 MAX_BYTES = 2**56
 """Of a tensor or a shard: far beyond what exists, far below where sums overflow 64 bits."""
 
-ITEM_TYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name).newbyteorder("<")
-    for names in (
-        "bool float16 float32 float64 complex64 complex128",
-        "uint8 uint16 uint32 uint64 int8 int16 int32 int64",
-    )
-    for name in names.split()
-}
+NUMBERS = "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
+ITEM_TYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in ["bool", *NUMBERS.split()]}
 ITEM_TYPES["bfloat16"] = np.dtype("<u2")
 """Item type in the file by logical name. HDF5 knows no bfloat16: its bits are stored as uint16."""
 

@@ -1,0 +1,147 @@
+"""Shards: what is written is what h5py, h5dump and we read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Piece, TensorSpec, check_tensors
+from hpctrain.checkpoint.shard import ShardImage, SparseFile, read_shard, skeleton, view_of
+from hpctrain.errors import UserError
+
+
+def fill(image: ShardImage, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    for view in image.views:
+        view[...] = (rng.random(view.shape) * 2).astype(view.dtype)
+
+
+def image_of(*tensors: TensorSpec) -> ShardImage:
+    image = ShardImage(skeleton([Piece(tensor, 0, tensor.rows) for tensor in tensors]))
+    fill(image)
+    return image
+
+
+ALL_TYPES = [TensorSpec(f"types/{dtype}", (3, 5), dtype) for dtype in ITEM_TYPES]
+ODD_SHAPES = [
+    TensorSpec(f"shapes/{index}", shape, "float64") for index, shape in enumerate([(), (0,), (0, 3), (1,) * 32, (7,)])
+]
+
+
+def test_h5py_reads_every_type_and_shape(tmp_path: Path) -> None:
+    image = image_of(*ALL_TYPES, *ODD_SHAPES)
+    shard = image.write(tmp_path / "shard-00000-of-00001.h5")
+    with h5py.File(tmp_path / shard.file) as file:
+        for stored, view in zip(shard.pieces, image.views, strict=True):
+            dataset = file[stored.piece.tensor.name]
+            assert dataset.shape == stored.piece.shape
+            assert dataset.chunks is None and dataset.is_virtual is False and dataset.external is None
+            np.testing.assert_array_equal(dataset[()], view)
+            assert not stored.piece.num_bytes or dataset.id.get_offset() == stored.offset
+        assert file["types/bool"].dtype == np.bool_
+        assert file["types/complex64"].dtype == np.complex64
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_TYPES)), st.lists(st.integers(0, 9), max_size=4)), max_size=30))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, list[int]]]) -> None:
+    folder = tmp_path_factory.mktemp("shard")
+    image = image_of(
+        *(TensorSpec(f"g{index % 3}/t{index}", tuple(shape), dtype) for index, (dtype, shape) in enumerate(kinds))
+    )
+    shard = image.write(folder / "shard-00000-of-00001.h5")
+    buffer = read_shard(folder, shard)
+    for stored, view in zip(shard.pieces, image.views, strict=True):
+        np.testing.assert_array_equal(view_of(buffer, stored.piece, stored.offset), view)
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    image_of(*ALL_TYPES).write(tmp_path / "a.h5")
+    image_of(*ALL_TYPES).write(tmp_path / "b.h5")
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+def test_arrays_begin_at_cache_lines() -> None:
+    assert all(offset % 64 == 0 for offset in image_of(*ALL_TYPES, *ODD_SHAPES).plan.offsets)
+
+
+def test_an_image_is_filled_and_written_again(tmp_path: Path) -> None:
+    image = image_of(*ALL_TYPES)
+    first = image.write(tmp_path / "a.h5")
+    fill(image, seed=1)
+    second = image.write(tmp_path / "b.h5")
+    assert first.crc32 != second.crc32
+    np.testing.assert_array_equal(read_shard(tmp_path, second), image.buffer)
+
+
+def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = image_of(*ALL_TYPES).write(tmp_path / "shard-00000-of-00001.h5")
+    stored = next(stored for stored in shard.pieces if stored.piece.tensor.name == "types/int16")
+    flip(tmp_path / shard.file, stored.offset + 3)
+    monkeypatch.setattr(h5py, "File", None)
+    with pytest.raises(DamagedCheckpoint, match="types/int16"):
+        read_shard(tmp_path, shard)
+
+
+def test_a_link_a_pipe_and_a_folder_are_no_shards(tmp_path: Path) -> None:
+    shard = image_of(*ALL_TYPES).write(tmp_path / "shard-00000-of-00001.h5")
+    path = tmp_path / shard.file
+    path.rename(tmp_path / "elsewhere.h5")
+    path.symlink_to("elsewhere.h5")
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        read_shard(tmp_path, shard)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DamagedCheckpoint, match="not a plain file"):
+        read_shard(tmp_path, shard)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DamagedCheckpoint):
+        read_shard(tmp_path, shard)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([("a", "float32"), ("a/b", "float32")], "below a"),
+        ([("a", "float32"), ("a", "float32")], "same name"),
+        ([("../a", "float32")], "not a name"),
+        ([("a/./b", "float32")], "not a name"),
+        ([("", "float32")], "not a name"),
+        ([("a", "object")], "object"),
+    ],
+)
+def test_what_hdf5_cannot_hold_is_refused(tensors: list[tuple[str, str]], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_tensors([TensorSpec(name, (1,), dtype) for name, dtype in tensors])
+
+
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.binary(max_size=9000)), max_size=10))
+def test_sparse_file_is_a_file(writes: list[tuple[int, bytes]]) -> None:
+    sparse, plain = SparseFile(), bytearray(40_000)
+    for at, data in writes:
+        sparse.seek(at)
+        sparse.write(data)
+        plain[at : at + len(data)] = data
+    sparse.seek(0)
+    assert sparse.read(40_000) == bytes(plain)
+    assert sparse.size == max([at + len(data) for at, data in writes], default=0)
+
+
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bits
+    path.write_bytes(data)
+
+
+def test_reading_past_the_end_is_damage_not_a_hang(tmp_path: Path) -> None:
+    shard = image_of(*ALL_TYPES).write(tmp_path / "shard-00000-of-00001.h5")
+    os.truncate(tmp_path / shard.file, shard.num_bytes - 1)
+    with pytest.raises(DamagedCheckpoint, match="bytes in place of"):
+        read_shard(tmp_path, shard)
