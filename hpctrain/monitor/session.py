@@ -72,7 +72,7 @@ class Session:
         self.close(orderly=kind is None)
 
     def close(self, orderly: bool = False) -> None:
-        """Says good-bye. At an orderly end, which all ranks come to, a node's first rank awaits its agent's last event."""
+        """Says good-bye. At an orderly end, to which all ranks come, the first one awaits the agent's last event."""
         if self.clock.head[STATE] == FINISHED:
             return
         self.clock.head[STATE] = FINISHED
