@@ -29,11 +29,17 @@ class Traced:
     def __call__(self, batch: Tensors, *scalars: tf.Tensor) -> Any:
         structure = tuple((name, value.dtype, *value.shape[1:]) for name, value in batch.items())
         if structure not in self.by_structure:
-            spec = {name: tf.TensorSpec((None, *value.shape[1:]), value.dtype) for name, value in batch.items()}
-            self.by_structure[structure] = self.function.get_concrete_function(
-                spec, *[tf.TensorSpec((), scalar.dtype) for scalar in scalars]
-            )
+            self.by_structure[structure] = self._trace(batch, scalars)
         return self.by_structure[structure](dict(batch), *scalars)
+
+    def _trace(self, batch: Tensors, scalars: Sequence[tf.Tensor]) -> Any:
+        spec = {name: tf.TensorSpec((None, *value.shape[1:]), value.dtype) for name, value in batch.items()}
+        try:
+            return self.function.get_concrete_function(spec, *[tf.TensorSpec((), scalar.dtype) for scalar in scalars])
+        except Exception as error:  # AutoGraph puts errors of its own around those of the code that it traces
+            if isinstance(error.__context__, UserError):
+                raise error.__context__ from None
+            raise
 
 
 class InMode(keras.Layer):

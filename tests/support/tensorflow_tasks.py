@@ -1,0 +1,110 @@
+"""Small Keras tasks and data for tests, and a framework around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from numpy.typing import NDArray
+
+from hpctrain.comm.world import World
+from hpctrain.config import Config, ReduceConfig, TrainConfig
+from hpctrain.data.order import part_of
+from hpctrain.frameworks.tensorflow import KerasFramework
+from hpctrain.frameworks.tensorflow_runtime import begin_task
+from hpctrain.task import KerasTask
+from hpctrain.train.clock import IntervalClock
+
+Batch = dict[str, NDArray[Any]]
+SAMPLES = 183
+GLOBAL_BATCH = 30
+"""The last batch of an epoch has 3 samples: the last of 4 ranks gets none."""
+
+
+def samples() -> Batch:
+    """float32 points, int64 classes and float32 weights; always the same."""
+    random = np.random.default_rng(5)
+    points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
+    weights = random.integers(0, 4, SAMPLES).astype(np.float32)
+    return {"x": points, "y": (points[:, :3].argmax(1)).astype(np.int64), "w": weights}
+
+
+def global_batches(count: int) -> Iterator[Batch]:
+    """Global batches in order, epoch after epoch."""
+    everything = samples()
+    starts = [*range(0, SAMPLES, GLOBAL_BATCH)]
+    for step in range(count):
+        begin = starts[step % len(starts)]
+        yield {name: array[begin : begin + GLOBAL_BATCH] for name, array in everything.items()}
+
+
+def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
+    """A rank's micro-batches of a global batch."""
+    part = part_of(len(batch["x"]), rank, size)
+    mine = {name: array[part] for name, array in batch.items()}
+    count = len(mine["x"])
+    pieces = [part_of(count, piece, accumulate) for piece in range(min(accumulate, count))]
+    return [{name: array[piece] for name, array in mine.items()} for piece in pieces]
+
+
+def plain_model() -> keras.Model:
+    """Nothing that depends on the rank."""
+    return keras.Sequential(
+        [keras.Input((12,)), layers.Dense(31, activation="tanh"), layers.Dense(16, activation="relu"), layers.Dense(3)]
+    )
+
+
+def noisy_model() -> keras.Model:
+    """With dropout and BatchNorm."""
+    return keras.Sequential(
+        [keras.Input((12,)), layers.Dense(32), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+    )
+
+
+def mean_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Mean cross-entropy."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], outputs))
+
+
+def weighted_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Weighted cross-entropy, as (sum, weight)."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], outputs)
+    return tf.reduce_sum(losses * batch["w"]), tf.reduce_sum(batch["w"])
+
+
+def accuracy(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Share of right classes."""
+    return tf.reduce_mean(tf.cast(tf.argmax(outputs, 1) == batch["y"], tf.float32))
+
+
+def make_framework(
+    world: World, model: Any = plain_model, loss: Any = mean_loss, kind: str = "auto", reduce: Any = (), **train: Any
+) -> KerasFramework:
+    """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
+    begin_task(7, train.get("precision", "fp32"))
+    task = KerasTask(model(), loss, keras.optimizers.Adam(1e-2), None, metrics={"accuracy": accuracy})
+    settings = TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train)
+    config = Config(
+        name="test",
+        task="a:b",
+        seed=7,
+        train=settings,
+        reduce=ReduceConfig(kind=kind, **dict(reduce)),  # type: ignore[arg-type]
+    )
+    return KerasFramework(task, world, config, IntervalClock())
+
+
+def train(framework: KerasFramework, steps: int, accumulate: int = 1, skip: int = 0) -> list[float]:
+    """Mean losses over the global batches, by step."""
+    group = framework.group
+    losses = []
+    for batch in list(global_batches(skip + steps))[skip:]:
+        framework.set_learning_rate(1.0)
+        result = framework.step(cut(batch, group.rank, group.size, accumulate), len(batch["x"]))
+        pairs = np.array(group.allgather(result.sums()["loss"], "report the loss"))
+        losses.append(float(pairs[:, 0].sum() / pairs[:, 1].sum()))
+    return losses
