@@ -1,0 +1,145 @@
+"""The HTML report: one file, no network, charts inline, a table behind each."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.report import svg
+from hpctrain.report.axes import time_unit
+from hpctrain.report.explain import Explanation
+from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
+from hpctrain.report.reading import RunData
+from hpctrain.report.summary import Attempt, make_attempts, summarize
+
+
+def render(data: RunData, explanation: Explanation, heat: Mapping[str, NDArray[np.float64]]) -> str:
+    """The page of one run.
+
+    Args:
+        data: what the run folder holds.
+        explanation: what ended or slows it.
+        heat: per-rank maps by title, float64[ranks, windows] in percent.
+    """
+    attempts = make_attempts(data)
+    sections = [_lines(plot) for plot in line_plots(data, attempts)]
+    stack = phase_plot(data)
+    if stack:
+        sections.append(_stack(stack))
+    sections += [_heat(title, values) for title, values in heat.items()]
+    if attempts:
+        sections.append(_attempts(attempts))
+    return _environment().get_template("report.html.j2").render(
+        summary=summarize(data),
+        explanation=explanation,
+        sections=sections,
+        checkpoints=[_row(event, CHECKPOINT) for event in data.rare.get("checkpoint_saved", [])],
+        failures=[_row(event, ("step", "path", "error")) for event in data.rare.get("checkpoint_failed", [])],
+        stragglers=[_row(event, STRAGGLER) for event in data.rare.get("straggler", [])],
+        hangs=[json.dumps(event) for event in data.rare.get("hang", [])],
+        config=json.dumps(data.config, indent=2),
+    )
+
+
+def render_comparison(result: Mapping[str, Any], plots: Sequence[LinePlot]) -> str:
+    """The page of several runs: tables of differences and results, curves over each other."""
+    template = _environment().get_template("compare.html.j2")
+    return template.render(result=result, sections=[_lines(plot) for plot in plots])
+
+
+CHECKPOINT = ("step", "bytes", "stall_s", "write_s", "path")
+STRAGGLER = ("step", "rank", "host", "cause", "slowdown", "cost", "state")
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpctrain.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    environment.filters["exact"] = exact
+    environment.filters["moment"] = moment
+    return environment
+
+
+def number(value: Any) -> str:
+    """A value in a table: at most four significant digits, a dash for what is not known."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def exact(value: Any) -> str:
+    """A plotted value, such that reading it back gives the same number."""
+    return "–" if value is None else f"{value:.17g}" if isinstance(value, float) else str(value)
+
+
+def moment(seconds: float | None) -> str:
+    """Unix seconds as a date and time in UTC."""
+    if not seconds:
+        return "–"
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _lines(plot: LinePlot) -> dict[str, Any]:
+    chart = svg.lines(plot.title, plot.curves, plot.x_label, plot.marks, plot.from_zero)
+    rows = [(curve.name, x, y) for curve in plot.curves for x, y in zip(curve.x, curve.y, strict=True)]
+    return _section(plot.key, plot.title, chart, ("curve", plot.x_label, "value"), rows, [c.name for c in plot.curves])
+
+
+def _stack(plot: StackPlot) -> dict[str, Any]:
+    chart = svg.stacked(plot.title, plot.x, plot.layers, plot.x_label)
+    rows = [(x, *(layer.y[index] for layer in plot.layers)) for index, x in enumerate(plot.x)]
+    names = [layer.name for layer in plot.layers]
+    return _section(plot.key, plot.title, chart, (plot.x_label, *(f"{name} (%)" for name in names)), rows, names)
+
+
+def _heat(title: str, values: NDArray[np.float64]) -> dict[str, Any]:
+    chart = svg.heat_map(title, values, "window", "rank", "%")
+    with np.errstate(all="ignore"):
+        rows = [(rank, *_spread(row)) for rank, row in enumerate(values)]
+    return _section("heat", title, chart, ("row", "median (%)", "max (%)"), rows, [])
+
+
+def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
+    finite = row[np.isfinite(row)]
+    return (float(np.median(finite)), float(finite.max())) if finite.size else (None, None)
+
+
+def _attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    first = attempts[0].begin
+    unit, unit_name = time_unit(attempts[-1].end - first)
+    spans = [
+        svg.Span(
+            f"attempt {attempt.number}",
+            (attempt.begin - first) / unit,
+            (attempt.end - first) / unit,
+            "good" if attempt.orderly else "other",
+            attempt.ending,
+        )
+        for attempt in attempts
+    ]
+    rows = [(a.number, moment(a.begin), moment(a.end), a.from_step, a.to_step, a.ending) for a in attempts]
+    header = ("attempt", "began", "ended", "from step", "newest checkpoint", "how it ended")
+    return _section("attempts", "Attempts", svg.time_line("Attempts", spans, unit_name), header, rows, [])
+
+
+def _section(
+    key: str, title: str, chart: str, header: Sequence[str], rows: Sequence[Sequence[Any]], legend: Sequence[str]
+) -> dict[str, Any]:
+    return {"key": key, "title": title, "chart": chart, "header": header, "rows": rows, "legend": legend}
+
+
+def _row(event: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: event.get(key) for key in keys}

@@ -1,0 +1,164 @@
+"""Charts as inline SVG: pure functions from numbers to text. Colours are CSS classes, so that a page has light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.report.axes import Axis, label, make_axis
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named line."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at an x, such as a resume."""
+
+    x: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A bar on a time line."""
+
+    row: str
+    begin: float
+    end: float
+    kind: str
+    """CSS class."""
+    name: str
+    """Shown on hovering."""
+
+
+def lines(
+    title: str, curves: Sequence[Curve], x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False
+) -> str:
+    """A line chart. ``data-`` attributes carry the ranges, so that a reader can get the values back from the points."""
+    x_axis = make_axis([x for curve in curves for x in curve.x], LEFT, WIDTH - RIGHT)
+    y_axis = make_axis([y for curve in curves for y in curve.y], HEIGHT - BOTTOM, TOP, from_zero)
+    body = [*_grid(x_axis, y_axis), _x_label(x_label)]
+    for index, curve in enumerate(curves):
+        points = " ".join(f"{x_axis.pixel(x):.3f},{y_axis.pixel(y):.3f}" for x, y in zip(curve.x, curve.y, strict=True))
+        body.append(f'<polyline class="line c{index % 8}" data-name="{escape(curve.name)}" points="{points}"/>')
+        if len(curve.x) == 1:
+            x, y = points.split(",")
+            body.append(f'<circle class="dot c{index % 8}" cx="{x}" cy="{y}" r="3"/>')
+    for mark in marks:
+        x = x_axis.pixel(min(max(mark.x, x_axis.low), x_axis.high))
+        body.append(
+            f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+            f"<title>{escape(mark.name)}</title></line>"
+        )
+    ranges = (
+        f'data-x="{x_axis.low:.17g} {x_axis.high:.17g} {x_axis.begin} {x_axis.end}" '
+        f'data-y="{y_axis.low:.17g} {y_axis.high:.17g} {y_axis.begin} {y_axis.end}"'
+    )
+    return _svg(title, body, HEIGHT, ranges)
+
+
+def stacked(title: str, x: Sequence[float], layers: Sequence[Curve], x_label: str) -> str:
+    """Layers on top of each other, each over the same ``x``; every layer's ``y`` is its own thickness."""
+    total = np.sum([layer.y for layer in layers], axis=0) if layers else np.zeros(0)
+    x_axis = make_axis(x, LEFT, WIDTH - RIGHT)
+    y_axis = make_axis(total.tolist(), HEIGHT - BOTTOM, TOP, from_zero=True)
+    body = [*_grid(x_axis, y_axis), _x_label(x_label)]
+    base = np.zeros(len(x))
+    for index, layer in enumerate(layers):
+        top = base + np.asarray(layer.y)
+        edge = [(a, b) for a, b in zip(x, top.tolist(), strict=True)]
+        back = [(a, b) for a, b in zip(reversed(x), reversed(base.tolist()), strict=True)]
+        points = " ".join(f"{x_axis.pixel(a):.2f},{y_axis.pixel(b):.2f}" for a, b in [*edge, *back])
+        name = escape(layer.name)
+        body.append(f'<polygon class="area c{index % 8}" data-name="{name}" points="{points}"><title>{name}</title></polygon>')
+        base = top
+    return _svg(title, body, HEIGHT)
+
+
+def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str, unit: str) -> str:
+    """Rows of coloured cells, dark for large values; NaN stays empty.
+
+    Args:
+        values: float64[rows, columns], already small enough to be seen (at most about 64 x 200).
+        unit: of the values, for the tooltips.
+    """
+    rows, columns = values.shape
+    height = TOP + BOTTOM + max(rows * max(4, min(18, 320 // max(rows, 1))), 40)
+    width, tall = (WIDTH - LEFT - RIGHT) / max(columns, 1), (height - TOP - BOTTOM) / max(rows, 1)
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    scale = (high - low) or 1.0
+    body = [_x_label(x_label, height), f'<text class="tick" x="4" y="{TOP + 10}">{escape(y_label)}</text>']
+    for row in range(rows):
+        y = TOP + row * tall
+        if row % max(1, rows // 16) == 0:
+            body.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + tall / 2 + 3:.1f}">{row}</text>')
+        for column in range(columns):
+            if np.isfinite(value := values[row, column]):
+                body.append(
+                    f'<rect class="cell" x="{LEFT + column * width:.1f}" y="{y:.1f}" width="{width + 0.4:.1f}" '
+                    f'height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * (value - low) / scale:.3f}"/>'
+                )
+    caption = f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{label(low)} to {label(high)} {escape(unit)}</text>'
+    return _svg(title, [*body, caption], height)
+
+
+def time_line(title: str, spans: Sequence[Span], x_label: str) -> str:
+    """Bars in named rows."""
+    rows = list(dict.fromkeys(span.row for span in spans))
+    height = TOP + BOTTOM + 26 * max(len(rows), 1)
+    x_axis = make_axis([edge for span in spans for edge in (span.begin, span.end)], LEFT + 40, WIDTH - RIGHT)
+    body = [_x_label(x_label, height)]
+    for tick in x_axis.ticks:
+        x = x_axis.pixel(tick)
+        body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+        body.append(f'<text class="tick middle" x="{x:.1f}" y="{height - BOTTOM + 14}">{label(tick)}</text>')
+    for index, row in enumerate(rows):
+        body.append(f'<text class="tick end" x="{LEFT + 34}" y="{TOP + 26 * index + 17}">{escape(row)}</text>')
+    for span in spans:
+        x, y = x_axis.pixel(span.begin), TOP + 26 * rows.index(span.row) + 4
+        width = max(x_axis.pixel(span.end) - x, 1.5)
+        body.append(
+            f'<rect class="span {escape(span.kind)}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" rx="2">'
+            f"<title>{escape(span.name)}</title></rect>"
+        )
+    return _svg(title, body, height)
+
+
+def _svg(title: str, body: Sequence[str], height: float, attributes: str = "") -> str:
+    name = escape(title)
+    return (
+        f'<svg role="img" aria-label="{name}" viewBox="0 0 {WIDTH} {height:g}" {attributes}><title>{name}</title>'
+        f"{''.join(body)}</svg>"
+    )
+
+
+def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:
+    parts = []
+    for tick in y_axis.ticks:
+        y = y_axis.pixel(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + 4:.1f}">{label(tick)}</text>')
+    for tick in x_axis.ticks:
+        x = x_axis.pixel(tick)
+        anchor = "end" if x > WIDTH - RIGHT - 16 else "middle"
+        parts.append(f'<text class="tick {anchor}" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}">{label(tick)}</text>')
+    return parts
+
+
+def _x_label(text: str, height: float = HEIGHT) -> str:
+    return f'<text class="tick" x="{LEFT}" y="{height - 6:g}">{escape(text)}</text>'
