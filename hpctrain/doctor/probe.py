@@ -1,0 +1,77 @@
+"""Looks at libraries in processes of their own: what crashes or hangs there does not end the doctor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+TIMEOUT_S = 120.0
+MARK = "hpctrain-probe:"
+TELL = f"print({MARK!r} + json.dumps(facts), flush=True)\nos._exit(0)\n"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a process found out, or why it could not."""
+
+    facts: dict[str, Any]
+    error: str = ""
+
+
+def probe(code: str) -> Probe:
+    """Runs Python statements that leave their findings in a dict named ``facts``."""
+    words = [sys.executable, "-c", f"import json, os\nfacts = {{}}\n{code}\n{TELL}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Probe({}, f"no answer within {TIMEOUT_S:.0f} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return Probe(json.loads(line.removeprefix(MARK)))
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return Probe({}, lines[-1].strip()[:300] if lines else f"ended with code {done.returncode}")
+
+
+MPI = """
+from mpi4py import MPI
+levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+facts["threads"] = levels.get(MPI.Query_thread(), "multiple")
+facts["standard"] = ".".join(map(str, MPI.Get_version()))
+"""
+
+TORCH = """
+import importlib
+torch = importlib.import_module("torch")
+facts["version"], facts["cuda"] = torch.__version__, torch.version.cuda or ""
+facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+"""
+
+TENSORFLOW = """
+import importlib, os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+tf = importlib.import_module("tensorflow")
+keras = importlib.import_module("keras")
+facts["version"], facts["keras"], facts["backend"] = tf.__version__, keras.__version__, keras.backend.backend()
+facts["gpus"] = [device.name for device in tf.config.list_physical_devices("GPU")]
+"""
+
+HOROVOD = """
+import importlib, os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+try:
+    importlib.import_module("mpi4py.MPI")
+except ImportError:
+    pass
+hvd = importlib.import_module("horovod.{framework}")
+facts["mpi"], facts["nccl"] = bool(hvd.mpi_built()), int(hvd.nccl_built())
+with open("/proc/self/maps") as maps:
+    facts["maps"] = maps.read()
+"""
+
+HDF5 = """
+import h5py
+facts["h5py"], facts["hdf5"] = h5py.version.version, h5py.version.hdf5_version
+"""

@@ -1,0 +1,94 @@
+"""What Slurm says of itself: version, partitions, MPI types, requeue, accounting; and of a run's script."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from hpctrain.doctor.finding import Finding, note, problem
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.slurm import client
+
+
+def findings(run_file: str | None) -> list[Finding]:
+    """Of the Slurm on PATH, and of what it would say to this run's script."""
+    if shutil.which("sbatch") is None:
+        return [note("Slurm", "not installed here", "nothing to do where you do not submit jobs")]
+    try:
+        config = settings(client.run(["scontrol", "show", "config"]))
+    except HpctrainError as error:
+        said = error.what.rsplit("error:", 1)[-1].rsplit("fatal:", 1)[-1].strip()
+        return [note("Slurm", f"installed but does not answer: {said}", "log in to a node of the cluster, or ask the site")]
+    return [*site(config), *partitions(), *mpi_types(), *(script(run_file) if run_file else [])]
+
+
+def settings(text: str) -> dict[str, str]:
+    """``scontrol show config`` as a dict."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def site(config: dict[str, str]) -> Iterator[Finding]:
+    """Version, requeue, accounting, signals at preemption."""
+    yield Finding("Slurm", f"{config.get('SLURM_VERSION', 'unknown version')}, cluster {config.get('ClusterName', '?')}")
+    if config.get("JobRequeue") == "0":
+        fix = "jobs ask for it with --requeue; where that is refused use submit --chain N"
+        yield note("requeue", "off by default here", fix)
+    else:
+        yield Finding("requeue", "allowed")
+    if config.get("AccountingStorageType", "").endswith("none"):
+        yield note("accounting", "none: old jobs are unknown to Slurm", "nothing to do: the run folder knows")
+    else:
+        yield Finding("accounting", config.get("AccountingStorageType", "unknown"))
+    preempts = config.get("PreemptType", "preempt/none") != "preempt/none"
+    if preempts and "send_user_signal" not in config.get("PreemptParameters", ""):
+        fix = "set checkpoint.every_minutes to what you can lose"
+        yield note("preemption", "gives no signal before it ends a job", fix)
+
+
+def partitions() -> Iterator[Finding]:
+    """Names, limits, nodes, GPUs."""
+    try:
+        lines = client.run(["sinfo", "--noheader", "--format=%P %l %D %c %G"]).splitlines()
+    except HpctrainError as error:
+        yield problem("partitions", error.what, error.fix)
+        return
+    shown = [
+        f"{name} ({limit}, {nodes} nodes, {cores} cores{'' if gres == '(null)' else ', ' + gres})"
+        for name, limit, nodes, cores, gres in (line.split(maxsplit=4) for line in lines if len(line.split()) >= 5)
+    ]
+    yield Finding("partitions", "; ".join(shown) or "none")
+
+
+def mpi_types() -> Iterator[Finding]:
+    """What srun --mpi takes."""
+    try:
+        types = client.mpi_types()
+    except HpctrainError as error:
+        yield problem("srun --mpi", error.what, error.fix)
+        return
+    if any(re.match(r"pmix|pmi2|cray", name) for name in types):
+        yield Finding("srun --mpi", ", ".join(types))
+    else:
+        yield note("srun --mpi", ", ".join(types) or "none", "set launch.launcher: mpirun")
+
+
+def script(run_file: str) -> Iterator[Finding]:
+    """``sbatch --test-only`` on the rendered script."""
+    from hpctrain.launch.slurm import submission
+
+    try:
+        text = submission.plan(*submission.open_run(run_file)).script
+        words = [client.find("sbatch"), "--test-only"]
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60, check=False)
+    except HpctrainError as error:
+        yield problem("job script", error.what, error.fix)
+        return
+    said = (done.stderr + done.stdout).strip().splitlines()
+    last = said[-1].removeprefix("sbatch: ") if said else "no answer"
+    if done.returncode:
+        yield problem("job script", last, "correct launch.slurm in the run file or the site profile")
+    else:
+        yield Finding("job script", last)

@@ -1,0 +1,155 @@
+"""What is installed: Python, MPI, the frameworks, Horovod, HDF5; and whether they fit together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hpctrain
+from hpctrain.comm.horovod_setup import mpi_libraries
+from hpctrain.doctor import probe
+from hpctrain.doctor.finding import Finding, note, problem
+from hpctrain.doctor.probe import Probe
+from hpctrain.errors import HpctrainError, MissingExtra
+from hpctrain.launch.mpi_library import find_mpirun
+from hpctrain.launch.mpi_library import probe as probe_mpi
+
+INSTALL_HOROVOD = "run: hpctrain install-horovod"
+
+
+def findings() -> list[Finding]:
+    """Everything about installed software. Frameworks are looked at side by side: each takes seconds to import."""
+    parts: list[Callable[[], Iterator[Finding]]] = [python, mpi, torch, tensorflow, horovod, hdf5]
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        return [finding for part in pool.map(lambda part: list(part()), parts) for finding in part]
+
+
+def python() -> Iterator[Finding]:
+    """Interpreter and package."""
+    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("hpctrain", f"{hpctrain.__version__} ({Path(hpctrain.__file__).parent})")
+
+
+def mpi() -> Iterator[Finding]:
+    """mpi4py, its library, the mpirun that belongs to it, and the thread level."""
+    try:
+        library = probe_mpi()
+    except MissingExtra as error:
+        yield note("MPI", "mpi4py is not installed: one rank only", error.fix)
+        return
+    except HpctrainError as error:
+        yield problem("MPI", error.what, error.fix)
+        return
+    yield Finding("MPI", f"{library.version} ({library.path or 'path unknown'})")
+    try:
+        yield Finding("mpirun", find_mpirun(library))
+    except HpctrainError as error:
+        yield problem("mpirun", error.what, error.fix)
+    seen = probe.probe(probe.MPI)
+    if seen.error:
+        yield problem("MPI start", seen.error, "start hpctrain doctor inside a job: login nodes may lack the network")
+    elif seen.facts["threads"] != "multiple":
+        fix = "use an MPI built with MPI_THREAD_MULTIPLE: Horovod's thread and ours both communicate"
+        yield problem("MPI threads", f"level {seen.facts['threads']}", fix)
+    else:
+        yield Finding("MPI threads", f"level multiple, standard {seen.facts['standard']}")
+
+
+def torch() -> Iterator[Finding]:
+    """PyTorch."""
+    yield _framework("PyTorch", "torch", probe.TORCH, 'pip install "hpctrain[torch]"')
+
+
+def tensorflow() -> Iterator[Finding]:
+    """TensorFlow and Keras."""
+    finding = _framework("TensorFlow", "tensorflow", probe.TENSORFLOW, 'pip install "hpctrain[tensorflow]"')
+    if "backend" in finding.value and "backend tensorflow" not in finding.value:
+        finding = problem("TensorFlow", finding.value, "set KERAS_BACKEND=tensorflow")
+    yield finding
+
+
+def _framework(topic: str, package: str, code: str, install: str) -> Finding:
+    if importlib.util.find_spec(package) is None:
+        return note(topic, "not installed", install)
+    seen = probe.probe(code)
+    if seen.error:
+        return problem(topic, f"cannot be imported: {seen.error}", f"reinstall it: {install}")
+    facts = seen.facts
+    cuda = f", CUDA {facts['cuda']}" if facts.get("cuda") else ""
+    keras = f", Keras {facts['keras']}, backend {facts['backend']}" if "keras" in facts else ""
+    gpus = f"{len(facts['gpus'])} GPU" + ("s" if len(facts["gpus"]) != 1 else "")
+    return Finding(topic, f"{facts['version']}{cuda}{keras}, sees {gpus}")
+
+
+def horovod() -> Iterator[Finding]:
+    """Horovod: frameworks it was built for, its MPI library, NCCL."""
+    if importlib.util.find_spec("horovod") is None:
+        yield note("Horovod", "not installed: gradients go through mpi4py", INSTALL_HOROVOD)
+        return
+    built = built_for()
+    version = importlib.metadata.version("horovod")
+    against = ", ".join(f"{name} {number}" for name, number in built.items())
+    yield Finding("Horovod", f"{version}, built for {against or 'nothing known'}")
+    for framework, package in (("torch", "torch"), ("tensorflow", "tensorflow")):
+        if importlib.util.find_spec(package) is None:
+            continue
+        if framework not in built:
+            yield note(f"Horovod {framework}", "not built for it", f"{INSTALL_HOROVOD} --force")
+            continue
+        yield horovod_for(framework, built[framework], probe.probe(probe.HOROVOD.format(framework=framework)))
+
+
+def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
+    """Whether Horovod works with a framework as it is installed now."""
+    topic, rebuild = f"Horovod {framework}", f"{INSTALL_HOROVOD} --force"
+    installed = _version(framework)
+    if seen.error:
+        because = f"it was built against {framework} {built}, {installed} is installed: " if installed != built else ""
+        return problem(topic, f"cannot be imported: {because}{seen.error}", rebuild)
+    libraries = mpi_libraries(seen.facts["maps"])
+    if len(libraries) > 1:
+        fix = f"{rebuild} with the mpicc of mpi4py's MPI on PATH"
+        return problem(topic, f"its MPI is not mpi4py's: {' and '.join(libraries)}", fix)
+    if not seen.facts["mpi"]:
+        return problem(topic, "built without MPI", rebuild)
+    nccl = seen.facts["nccl"]
+    value = f"loads, same MPI library as mpi4py{f', NCCL {nccl}' if nccl else ', no NCCL (CPUs only)'}"
+    if installed != built:
+        return note(topic, f"{value}; built against {framework} {built}, {installed} is installed", rebuild)
+    return Finding(topic, value)
+
+
+def built_for() -> dict[str, str]:
+    """Version by framework that the installed Horovod was built against."""
+    spec = importlib.util.find_spec("horovod")
+    folder = Path(next(iter(spec.submodule_search_locations or []), "")) if spec else Path()
+    try:
+        saved = json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    names = {"pytorch": "torch", "tensorflow": "tensorflow"}
+    return {names[key]: str(version) for key, version in saved.items() if key in names}
+
+
+def hdf5() -> Iterator[Finding]:
+    """h5py and its library."""
+    seen = probe.probe(probe.HDF5)
+    if seen.error:
+        yield problem("HDF5", f"h5py cannot be imported: {seen.error}", "pip install --force-reinstall h5py")
+    else:
+        yield Finding("HDF5", f"h5py {seen.facts['h5py']}, HDF5 {seen.facts['hdf5']}")
+
+
+def _version(framework: str) -> str:
+    for name in (framework, f"{framework}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"

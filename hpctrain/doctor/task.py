@@ -1,0 +1,47 @@
+"""A run file: whether it can be read, and whether what it names is there. Runs none of the user's code."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.config import Config
+from hpctrain.config_file import load
+from hpctrain.doctor.finding import Finding, problem
+from hpctrain.errors import UserError
+
+
+def findings(path: str) -> tuple[Config | None, list[Finding]]:
+    """The configuration, none if it cannot be read, and what is to be said of it."""
+    try:
+        config = load(path)
+    except UserError as error:
+        return None, [problem("run file", error.what, error.fix)]
+    return config, [Finding("run file", path), *task(config.task)]
+
+
+def task(name: str) -> Iterator[Finding]:
+    """Whether the module or file of a task is there."""
+    if not name:
+        return
+    module, _, _ = name.rpartition(":")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            yield problem("task", f"{module} does not exist", "paths are relative to the folder you start hpctrain in")
+            return
+    elif not _is_there(module):
+        yield problem("task", f"no module {module}", "install its package, or start hpctrain where it can be imported")
+        return
+    yield Finding("task", name)
+
+
+def _is_there(module: str) -> bool:
+    sys.path.insert(0, "")
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove("")
