@@ -18,7 +18,7 @@ from hpctrain.launch.output import shown_columns
 from hpctrain.launch.stop import StopRequests
 from hpctrain.monitor.hook import MonitorHook
 from hpctrain.run_dir import RunDir
-from hpctrain.task import Task, TorchTask
+from hpctrain.task import KerasTask, Task, TorchTask
 from hpctrain.task_loader import load_task
 from hpctrain.track.console import make_console
 from hpctrain.track.jsonl import EventsHook
@@ -78,6 +78,7 @@ def make_framework(config: Config, world: World, task: Task, clock: StepClock) -
         return TorchFramework(task, world, config, clock)
     from hpctrain.frameworks.tensorflow import KerasFramework
 
+    assert isinstance(task, KerasTask), "load_task returns one of the two"
     return KerasFramework(task, world, config, clock)
 
 

@@ -139,8 +139,8 @@ class DataConfig:
     """How samples are ordered and brought to the ranks."""
 
     shuffle: Literal["full", "block", "none"] = "full"
-    """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does not
-    fit into memory."""
+    """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does
+    not fit into memory."""
     block_samples: int = 1024
     """Samples of a block, for shuffle: block."""
     drop_last: bool = False
@@ -295,7 +295,7 @@ class SlurmConfig:
     mpirun_options: tuple[str, ...] = ()
     """More options of mpirun."""
     wrap: tuple[str, ...] = ()
-    """Words before the command of each rank: apptainer exec --nv image.sif."""
+    """Words before the command of each rank: apptainer exec --nv image.sif. The image needs hpctrain."""
     scratch: str | None = None
     """Node-local folder that stage-in copies to; $NAME at its beginning is read on the node."""
     exclude: tuple[str, ...] = ()
@@ -331,7 +331,9 @@ class LaunchConfig:
     launcher: Literal["auto", "srun", "mpirun"] = "auto"
     """What starts the ranks inside a Slurm job."""
     command: tuple[str, ...] = ()
-    """A plain command to run in place of our trainer."""
+    """A plain command to run on every rank in place of our trainer. Exit code 75 means: run me again."""
+    stop_signal: Literal["TERM", "USR1", "USR2", "INT"] = "TERM"
+    """Signal that asks a plain command to stop."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for every rank."""
     modules: tuple[str, ...] = ()

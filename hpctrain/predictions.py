@@ -16,7 +16,7 @@ from hpctrain.train.framework import Framework
 
 
 def write_predictions(framework: Framework, data: ValidationData, group: Group, path: Path) -> None:
-    """Each rank predicts its contiguous part and writes it into its rows; the file appears when it is complete. Collective.
+    """Each rank predicts its contiguous part and writes it into its rows; the file appears when complete. Collective.
 
     Raises:
         RunFailed: the ranks' outputs differ in shape or dtype, or the file cannot be written.
@@ -50,5 +50,7 @@ def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
     mine = {name: [list(array.shape[1:]), array.dtype.str] for name, array in head.items()}
     told = [each for each in group.allgather(mine, "compare their outputs") if each]
     if any(each != told[0] for each in told):
-        raise RunFailed("the model's outputs differ in shape or dtype between ranks", "return arrays of a fixed shape a sample")
+        raise RunFailed(
+            "the model's outputs differ in shape or dtype between ranks", "return arrays of a fixed shape a sample"
+        )
     return {name: Field(tuple(shape), np.dtype(kind)) for name, (shape, kind) in told[0].items()}

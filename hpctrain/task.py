@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Score = Any
-"""A scalar tensor: the mean over the batch's samples; or (sum, weight), two scalars, where samples weigh differently."""
+"""A scalar tensor, the mean over the batch's samples; or two, (sum, weight), where samples weigh differently."""
 
 
 def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
@@ -26,8 +26,8 @@ class Task:
     optimizer: Any
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
     train: Any
-    """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, a hpctrain dataset, a torch Dataset,
-    or a tf.data.Dataset."""
+    """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, a hpctrain dataset, a torch
+    Dataset, or a tf.data.Dataset."""
     validation: Any = None
     """Validation data, likewise."""
     metrics: Mapping[str, Callable[[Any, Mapping[str, Any]], Score]] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class Task:
     forward: Callable[[Any, Mapping[str, Any]], Any] = first_field
     """forward(model, batch) gives the outputs; by default the model applied to the batch's first array."""
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
-    """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed, epoch,
-    sample)."""
+    """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed,
+    epoch, sample)."""
 
 
 class TorchTask(Task):

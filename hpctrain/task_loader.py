@@ -87,7 +87,9 @@ def _import_failed(name: str, error: Exception) -> UserError:
     return UserError(what, "install what is missing, or correct the import")
 
 
-def _bind(function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], world: World) -> Callable[[], Any]:
+def _bind(
+    function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], world: World
+) -> Callable[[], Any]:
     """The call, checked against the signature before anything runs."""
     signature = inspect.signature(function)
     given = dict(arguments)

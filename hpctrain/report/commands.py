@@ -12,6 +12,7 @@ from typing import Any
 from hpctrain.errors import UserError
 from hpctrain.run_dir import RunDir, write_atomically
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the command that ``args.command`` names."""
     command = parser.get_default("command")
@@ -19,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs" if many else "run", nargs="+" if many else None, help="run folder or run file")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     if command != "explain":
-        parser.add_argument("-o", "--output", help="HTML file; by default report.html in the run folder" if not many else "HTML file")
+        parser.add_argument(
+            "-o", "--output", help="HTML file; by default report.html in the run folder" if not many else "HTML file"
+        )
     if command == "report":
         parser.add_argument("--png", metavar="FOLDER", help="write the plots as PNG files into this folder, too")
 
@@ -116,5 +119,7 @@ def find_run(name: str) -> RunDir:
 
         path = RunDir.for_config(load(path)).path
     if not path.is_dir():
-        raise UserError(f"there is no run folder {path}", "give a run folder, or the run file of a run that was started")
+        raise UserError(
+            f"there is no run folder {path}", "give a run folder, or the run file of a run that was started"
+        )
     return RunDir(path.absolute())

@@ -11,7 +11,18 @@ from hpctrain.report.summary import summarize
 from hpctrain.report.svg import Curve
 from hpctrain.report.thinning import thin
 
-RESULTS = ("state", "steps", "ranks", "framework", "reducer", "final_loss", "samples_per_s_median", "goodput", "rank_hours", "seconds")
+RESULTS = (
+    "state",
+    "steps",
+    "ranks",
+    "framework",
+    "reducer",
+    "final_loss",
+    "samples_per_s_median",
+    "goodput",
+    "rank_hours",
+    "seconds",
+)
 
 
 def compare(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -29,7 +40,10 @@ def compare(runs: Sequence[RunData]) -> dict[str, Any]:
 
 def overlays(runs: Sequence[RunData], names: Sequence[str]) -> list[LinePlot]:
     """Each curve of all runs in one plot."""
-    kinds = [("loss", "Loss", [run.train for run in runs]), ("samples_per_s", "Samples per second", [run.train for run in runs])]
+    kinds = [
+        ("loss", "Loss", [run.train for run in runs]),
+        ("samples_per_s", "Samples per second", [run.train for run in runs]),
+    ]
     metrics = sorted({name for run in runs for name in run.metrics})
     kinds += [(name, f"Validation {name}", [run.metrics for run in runs]) for name in metrics]
     plots = []

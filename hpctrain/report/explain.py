@@ -26,9 +26,9 @@ class Explanation:
     """The answer."""
 
     cause: str
-    """One word for scripts: completed, nan, out_of_memory, killed, node, hang, disk_full, singletons, user_error, exception,
-    damaged_checkpoint, horovod, no_progress, stopped, time_limit, vanished, straggler, data_bound, exchange_bound, running,
-    unknown."""
+    """One word for scripts: completed, nan, out_of_memory, killed, node, hang, disk_full, singletons, user_error,
+    exception, damaged_checkpoint, horovod, in_use, no_progress, stopped, time_limit, vanished, straggler, data_bound,
+    exchange_bound, running, unknown."""
     title: str
     """What happened, in one sentence."""
     evidence: tuple[str, ...] = ()
@@ -112,7 +112,11 @@ def _failed_words(data: RunData, attempt: int) -> list[dict[str, Any]]:
 
 PATTERNS: Sequence[tuple[str, str, str]] = (
     ("nan", r"is not finite", "The loss became NaN or infinite"),
-    ("singletons", r"launcher started \d+ ranks but MPI sees|ranks do not find each other", "The ranks did not find each other"),
+    (
+        "singletons",
+        r"launcher started \d+ ranks but MPI sees|ranks do not find each other",
+        "The ranks did not find each other",
+    ),
     ("disk_full", r"No space left|Disk quota|File too large", "A disk was full"),
     ("damaged_checkpoint", r"checkpoints?\b.*(damaged|none is sound|checksum)", "No sound checkpoint was found"),
     ("horovod", r"Horovod (is not installed|and mpi4py)|horovod\.\w+ cannot be", "Horovod cannot be used"),
@@ -155,12 +159,18 @@ def by_hang(data: RunData) -> Explanation | None:
     """The monitor reported a hang in an attempt that did not end well, or has not ended."""
     hang = data.last("hang")
     attempts = data.info.get("attempts") or [{}]
-    if not hang or state(data) not in ("failed", "running", "unknown") or hang["attempt"] != attempts[-1].get("attempt"):
+    if (
+        not hang
+        or state(data) not in ("failed", "running", "unknown")
+        or hang["attempt"] != attempts[-1].get("attempt")
+    ):
         return None
     if hang.get("state") == "cleared":
         return None
     said = str(hang.get("sentence") or f"no step completed after step {hang['step']}")
-    return Explanation("hang", "The run hangs", (said,), "look at the stacks in monitor/, then hpctrain stop or cancel it")
+    return Explanation(
+        "hang", "The run hangs", (said,), "look at the stacks in monitor/, then hpctrain stop or cancel it"
+    )
 
 
 def by_error(data: RunData) -> Explanation | None:
@@ -188,7 +198,9 @@ def by_stop(data: RunData) -> Explanation | None:
     saved = data.last("checkpoint_saved")
     kept = f"the newest checkpoint is of step {saved['step']}" if saved else "no checkpoint was saved"
     title = "The time limit came near and the run stopped" if timed else "The run was asked to stop"
-    return Explanation("time_limit" if timed else "stopped", title, (where, kept), "the same command goes on from there")
+    return Explanation(
+        "time_limit" if timed else "stopped", title, (where, kept), "the same command goes on from there"
+    )
 
 
 def by_completion(data: RunData) -> Explanation | None:
@@ -213,9 +225,17 @@ def by_life(data: RunData) -> Explanation | None:
 
 def unknown(data: RunData) -> Explanation:
     """No evidence."""
-    missing = [name for name, there in (("events", data.counts), ("run.json", data.info), ("last words", data.words)) if not there]
-    evidence = f"the run folder has no {', no '.join(missing)}" if missing else "nothing in the run folder says how it ended"
-    return Explanation("unknown", "It is unknown what ended this run", (evidence,), "look at the job's own log and at logs/")
+    missing = [
+        name
+        for name, there in (("events", data.counts), ("run.json", data.info), ("last words", data.words))
+        if not there
+    ]
+    evidence = (
+        f"the run folder has no {', no '.join(missing)}" if missing else "nothing in the run folder says how it ended"
+    )
+    return Explanation(
+        "unknown", "It is unknown what ended this run", (evidence,), "look at the job's own log and at logs/"
+    )
 
 
 # What slows the run
@@ -244,7 +264,9 @@ def phases(data: RunData) -> list[Explanation]:
         advice = "raise data.workers or data.prefetch_batches, or pack the data contiguously with hpctrain data pack"
         found.append(Explanation("data_bound", f"{share['data']:.0%} of the time waits for data", (), advice))
     if share.get("exchange", 0) > EXCHANGE_BOUND:
-        advice = "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; hpctrain bench reduce measures"
+        advice = (
+            "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; hpctrain bench reduce measures"
+        )
         title = f"{share['exchange']:.0%} of the time waits for the exchange of gradients"
         found.append(Explanation("exchange_bound", title, (), advice))
     return found
@@ -256,7 +278,8 @@ def failed_checkpoints(data: RunData) -> list[Explanation]:
     if not failed:
         return []
     count = data.counts.get("checkpoint_failed", 1)
-    title = f"{count} checkpoint{'s' if count > 1 else ''} could not be written, the last at step {failed['step']}: {failed.get('error')}"
+    which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+    title = f"{which} could not be written, the last at step {failed['step']}: {failed.get('error')}"
     return [Explanation("checkpoint_failed", title, (), "free space in the run folder")]
 
 

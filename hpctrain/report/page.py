@@ -35,15 +35,19 @@ def render(data: RunData, explanation: Explanation, heat: Mapping[str, NDArray[n
     sections += [_heat(title, values) for title, values in heat.items()]
     if attempts:
         sections.append(_attempts(attempts))
-    return _environment().get_template("report.html.j2").render(
-        summary=summarize(data),
-        explanation=explanation,
-        sections=sections,
-        checkpoints=[_row(event, CHECKPOINT) for event in data.rare.get("checkpoint_saved", [])],
-        failures=[_row(event, ("step", "path", "error")) for event in data.rare.get("checkpoint_failed", [])],
-        stragglers=[_row(event, STRAGGLER) for event in data.rare.get("straggler", [])],
-        hangs=[json.dumps(event) for event in data.rare.get("hang", [])],
-        config=json.dumps(data.config, indent=2),
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            summary=summarize(data),
+            explanation=explanation,
+            sections=sections,
+            checkpoints=[_row(event, CHECKPOINT) for event in data.rare.get("checkpoint_saved", [])],
+            failures=[_row(event, ("step", "path", "error")) for event in data.rare.get("checkpoint_failed", [])],
+            stragglers=[_row(event, STRAGGLER) for event in data.rare.get("straggler", [])],
+            hangs=[json.dumps(event) for event in data.rare.get("hang", [])],
+            config=json.dumps(data.config, indent=2),
+        )
     )
 
 

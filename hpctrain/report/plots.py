@@ -45,7 +45,9 @@ def line_plots(data: RunData, attempts: Sequence[Attempt]) -> list[LinePlot]:
     """Loss and metrics against steps and against time, learning rate, throughput."""
     begin = attempts[0].begin if attempts else 0.0
     unit, unit_name = time_unit(attempts[-1].end - begin if attempts else 0.0)
-    resumes = [Mark(attempt.from_step, f"attempt {attempt.number} from step {attempt.from_step}") for attempt in attempts[1:]]
+    resumes = [
+        Mark(attempt.from_step, f"attempt {attempt.number} from step {attempt.from_step}") for attempt in attempts[1:]
+    ]
     losses = {name: data.train[name] for name in ("loss",) if name in data.train}
     if "loss" in data.metrics:
         losses["validation loss"] = data.metrics["loss"]
@@ -82,7 +84,9 @@ def phase_plot(data: RunData) -> StackPlot | None:
         if values.any():
             shares = [100 * float(values[group].sum()) / total for group, total in zip(groups, whole, strict=True)]
             layers.append(Curve(name, ends, shares))
-    return StackPlot("phases", "Where the time goes, % of each interval", "step", ends, tuple(layers)) if layers else None
+    return (
+        StackPlot("phases", "Where the time goes, % of each interval", "step", ends, tuple(layers)) if layers else None
+    )
 
 
 def _curve(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Curve:

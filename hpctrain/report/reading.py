@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from hpctrain.errors import UserError
 from hpctrain.events import COMMON, REPEATED, Event
 from hpctrain.run_dir import RunDir
 
@@ -74,7 +75,7 @@ def read(run_dir: RunDir) -> RunData:
             columns.add(event)
     try:
         info = run_dir.info()
-    except Exception:  # noqa: BLE001 (a damaged run.json must not hide the rest of the run)
+    except UserError:  # a damaged run.json must not hide the rest of the run
         info = {}
     attempts = sorted({int(entry["attempt"]) for entry in info.get("attempts", [])} | set(starts))
     return RunData(
@@ -93,7 +94,9 @@ def read(run_dir: RunDir) -> RunData:
 def takeover_steps(lines: Iterable[bytes]) -> dict[int, int]:
     """The step at which each attempt took over: what earlier ones did beyond it was done again."""
     marked = (line for line in lines if b'"run_started"' in line or b'"resumed"' in line)
-    return {event["attempt"]: event["step"] for event in _events(marked) if event["event"] in ("run_started", "resumed")}
+    return {
+        event["attempt"]: event["step"] for event in _events(marked) if event["event"] in ("run_started", "resumed")
+    }
 
 
 class Columns:

@@ -70,7 +70,9 @@ def state(data: RunData) -> str:
         return str(finished.get("reason", "completed"))
     verdict = attempts[-1].get("verdict") if attempts else None
     if isinstance(verdict, dict):
-        return "failed" if verdict.get("action") in ("fail", "requeue", "do_not_requeue") else str(verdict.get("action"))
+        return (
+            "failed" if verdict.get("action") in ("fail", "requeue", "do_not_requeue") else str(verdict.get("action"))
+        )
     return "running" if attempts and attempts[-1].get("ended") is None else "unknown"
 
 
@@ -92,7 +94,9 @@ def make_attempts(data: RunData) -> list[Attempt]:
     made = []
     for entry in data.info.get("attempts") or []:
         verdict = entry.get("verdict") or {}
-        ending = verdict.get("reason") or verdict.get("action") or ("running" if entry.get("ended") is None else "unknown")
+        ending = (
+            verdict.get("reason") or verdict.get("action") or ("running" if entry.get("ended") is None else "unknown")
+        )
         begin = float(entry.get("started") or 0.0)
         end = float(entry.get("ended") or max(newest, begin))
         first, last = entry.get("from_step") or 0, entry.get("to_step") or 0

@@ -1,4 +1,5 @@
-"""Charts as inline SVG: pure functions from numbers to text. Colours are CSS classes, so that a page has light and dark."""
+"""Charts as inline SVG: pure functions from numbers to text. Colours are CSS classes, so that a page has light and
+dark."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def lines(
         points = " ".join(f"{x_axis.pixel(x):.3f},{y_axis.pixel(y):.3f}" for x, y in zip(curve.x, curve.y, strict=True))
         body.append(f'<polyline class="line c{index % 8}" data-name="{escape(curve.name)}" points="{points}"/>')
         if len(curve.x) == 1:
-            x, y = points.split(",")
-            body.append(f'<circle class="dot c{index % 8}" cx="{x}" cy="{y}" r="3"/>')
+            dot_x, dot_y = points.split(",")
+            body.append(f'<circle class="dot c{index % 8}" cx="{dot_x}" cy="{dot_y}" r="3"/>')
     for mark in marks:
         x = x_axis.pixel(min(max(mark.x, x_axis.low), x_axis.high))
         body.append(
@@ -84,7 +85,9 @@ def stacked(title: str, x: Sequence[float], layers: Sequence[Curve], x_label: st
         back = [(a, b) for a, b in zip(reversed(x), reversed(base.tolist()), strict=True)]
         points = " ".join(f"{x_axis.pixel(a):.2f},{y_axis.pixel(b):.2f}" for a, b in [*edge, *back])
         name = escape(layer.name)
-        body.append(f'<polygon class="area c{index % 8}" data-name="{name}" points="{points}"><title>{name}</title></polygon>')
+        body.append(
+            f'<polygon class="area c{index % 8}" data-name="{name}" points="{points}"><title>{name}</title></polygon>'
+        )
         base = top
     return _svg(title, body, HEIGHT)
 
@@ -113,7 +116,8 @@ def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str
                     f'<rect class="cell" x="{LEFT + column * width:.1f}" y="{y:.1f}" width="{width + 0.4:.1f}" '
                     f'height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * (value - low) / scale:.3f}"/>'
                 )
-    caption = f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{label(low)} to {label(high)} {escape(unit)}</text>'
+    legend = f"{low:.3g} to {high:.3g} {escape(unit)}"
+    caption = f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{legend}</text>'
     return _svg(title, [*body, caption], height)
 
 

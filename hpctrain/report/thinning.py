@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,7 +12,7 @@ POINTS = 400
 
 
 def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
-    """Indices of at most ``points`` samples of a curve: of each stretch its smallest and its largest value, and the ends.
+    """Indices of at most ``points`` samples of a curve: each stretch's smallest and largest value, and the ends.
 
     Peaks and dips survive, unlike with averages or every n-th value. Values that are not finite are passed over.
     """
@@ -19,7 +21,7 @@ def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
         return finite
     edges = np.linspace(0, len(finite), (points - 2) // 2 + 1).astype(np.int64)
     chosen = {int(finite[0]), int(finite[-1])}
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         stretch = finite[begin:end]
         chosen.add(int(stretch[np.argmin(y[stretch])]))
         chosen.add(int(stretch[np.argmax(y[stretch])]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from hpctrain.comm.auto import Choice
 from hpctrain.train.state import StateTensor
 
 HostBatch = Mapping[str, NDArray[Any]]
@@ -37,6 +38,10 @@ class Framework(Protocol):
 
     name: str
     """``torch`` or ``tensorflow``."""
+    chosen_reducer: str | None
+    """Name of the reducer; set before the first step to keep an earlier automatic choice."""
+    announce: Callable[[Choice], None] | None
+    """Told of an automatic choice of the reducer, when it is made."""
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the optimizer's own learning rates, as they were when the task was made."""
@@ -57,7 +62,8 @@ class Framework(Protocol):
         """All tensors that make the model, optimizer, EMA, loss scale and random states, in a fixed order."""
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over values by the names that ``state`` gives; raises UserError naming what is missing or of another shape."""
+        """Takes over values by the names that ``state`` gives; raises UserError naming what is missing or of another
+        shape."""
 
     def synchronize(self) -> None:
         """Returns when all copies begun by ``copy_into`` are done."""

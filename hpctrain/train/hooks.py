@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hpctrain.train.loop import Trainer
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why a run, or an attempt at it, ended."""
 
     COMPLETED = "completed"

@@ -94,7 +94,7 @@ class Trainer:
         return NoRequeue(
             f"the loss is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
             f"({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
-            "look at these samples; else lower the learning rate, lengthen schedule.warmup_steps or set train.clip_norm",
+            "look at these samples; else lower the learning rate, lengthen the warm-up, or set train.clip_norm",
         )
 
 

@@ -11,7 +11,9 @@ Schedule = Callable[[int], float]
 """Factor for the update that follows ``step`` done ones."""
 
 
-def make_schedule(config: ScheduleConfig, global_batch: int, ranks: int, total_steps: int, batches_per_epoch: int) -> Schedule:
+def make_schedule(
+    config: ScheduleConfig, global_batch: int, ranks: int, total_steps: int, batches_per_epoch: int
+) -> Schedule:
     """The schedule of a run.
 
     Args:

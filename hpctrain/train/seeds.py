@@ -8,7 +8,8 @@ import numpy as np
 
 
 def derive(seed: int, *keys: int) -> int:
-    """A 63-bit seed for a purpose: equal keys give equal seeds, different keys independent ones (NumPy's SeedSequence)."""
+    """A 63-bit seed for a purpose: equal keys give equal seeds, different keys independent ones (NumPy's
+    SeedSequence)."""
     return int(np.random.SeedSequence([seed, *keys]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

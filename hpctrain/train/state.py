@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,7 +48,7 @@ class TrainState:
             setattr(self, key, saved[key])
 
 
-class Placement(str, Enum):
+class Placement(StrEnum):
     """How a piece of state relates to the ranks."""
 
     REPLICATED = "replicated"
@@ -61,17 +61,18 @@ class StateTensor(Protocol):
     """One named tensor of the state, wherever it lives."""
 
     name: str
-    """Slash-separated and independent of the framework where both know the thing: ``model/dense/kernel``, ``optimizer/...``, ``ema/...``, ``rng/...``."""
+    """Slash-separated and independent of the framework where both know the thing: ``model/dense/kernel``,
+    ``optimizer/...``, ``ema/...``, ``rng/...``."""
     shape: tuple[int, ...]
     dtype: str
     """Logical NumPy name, or ``bfloat16`` (held as uint16)."""
     placement: Placement
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """Copies rows ``first_row`` to ``first_row + len(out)`` of the first axis into a host array (uint16 for bfloat16).
+        """Copies ``len(out)`` rows of the first axis, from ``first_row`` on, to a host array (uint16 for bfloat16).
 
-        By default the whole value: ``out`` then has its shape. Each rank writes a part of replicated state, so it copies no more
-        than that. May be asynchronous on devices: call the framework's ``synchronize`` after the last.
+        By default the whole value: ``out`` then has its shape. Each rank writes a part of replicated state, so it
+        copies no more than that. May be asynchronous on devices: call the framework's ``synchronize`` after the last.
         """
 
 

@@ -37,6 +37,8 @@ class LeastSquares:
     """y = x w, by gradient descent."""
 
     name = "numpy"
+    chosen_reducer: str | None = None
+    announce = None
 
     def __init__(self) -> None:
         self.weights = np.zeros(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -36,7 +37,7 @@ def test_gradual_warm_up_climbs_from_the_unscaled_rate_to_the_scaled_one() -> No
     assert got[0] == pytest.approx(1 + 7 / 20)
     assert got[19] == pytest.approx(8)
     assert got[20] == got[99] == pytest.approx(8)
-    steps = [after - before for before, after in zip(got[:19], got[1:20], strict=True)]
+    steps = [after - before for before, after in itertools.pairwise(got[:20])]
     assert steps == pytest.approx([7 / 20] * 19)
 
 
@@ -51,7 +52,7 @@ def test_warm_up_without_scaling_starts_near_zero() -> None:
 def test_decays_end_at_the_final_factor(kind: str, middle: float) -> None:
     got = factors(ScheduleConfig(kind=kind, final_factor=0.1))  # type: ignore[arg-type]
     assert (got[0], got[50], got[100]) == pytest.approx((1.0, middle, 0.1))
-    assert all(after <= before for before, after in zip(got, got[1:], strict=False))
+    assert all(after <= before for before, after in itertools.pairwise(got))
 
 
 def test_decay_begins_after_the_warm_up() -> None:
