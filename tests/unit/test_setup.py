@@ -1,0 +1,79 @@
+"""env/setup.sh says in one sentence what is missing, before it spends minutes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A PATH of links to what this machine has; a test takes programs away or puts others in their place."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for place in ("/usr/bin", "/bin", "/usr/local/bin"):
+        for program in Path(place).iterdir():
+            if not (folder / program.name).exists() and not program.name.startswith(("mpi", "python")):
+                (folder / program.name).symlink_to(program)
+    return folder
+
+
+def replace(program: Path, script: str) -> None:
+    program.unlink(missing_ok=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def set_up(programs: Path, venv: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    python = getattr(sys, "_base_executable", sys.executable)
+    wanted = {"PATH": str(programs), "HOME": os.environ["HOME"], "VENV": str(venv), "PYTHON": python} | env
+    return subprocess.run(
+        [shutil.which("bash"), ROOT / "env/setup.sh"], env=wanted, capture_output=True, text=True, timeout=60
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 64, done.stdout + done.stderr
+    assert done.stderr.startswith("set-up: ") and len(done.stderr.splitlines()) == 2, done.stderr
+    for word in (*words, "  fix: "):
+        assert word in done.stderr
+
+
+def test_no_compiler(programs: Path, tmp_path: Path) -> None:
+    (programs / "g++").unlink()
+    assert_refused(set_up(programs, tmp_path / "venv"), "g++ is not on PATH", "g++ 11 or newer")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_compiler_that_is_too_old(programs: Path, tmp_path: Path) -> None:
+    replace(programs / "g++", '[ "$1" = --version ] && echo "g++ 9.4.0" && exit 0; exit 1')
+    assert_refused(set_up(programs, tmp_path / "venv"), "g++ 9.4.0 does not compile C++20")
+
+
+def test_no_make(programs: Path, tmp_path: Path) -> None:
+    (programs / "make").unlink()
+    assert_refused(set_up(programs, tmp_path / "venv"), "make is not on PATH")
+
+
+def test_a_python_that_is_too_old(programs: Path, tmp_path: Path) -> None:
+    replace(programs / "python3.8", "exit 1")  # it is asked for its version by a program it cannot run
+    assert_refused(set_up(programs, tmp_path / "venv", PYTHON="python3.8"), "no usable Python", "3.11 to 3.13")
+
+
+def test_too_little_disk(programs: Path, tmp_path: Path) -> None:
+    replace(programs / "df", "echo head; echo /dev/x 9000 8000 500 90% /")
+    assert_refused(set_up(programs, tmp_path / "venv"), "only 500 MB are free")
+
+
+def test_no_network(programs: Path, tmp_path: Path) -> None:
+    nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
+    done = set_up(programs, tmp_path / "venv", **nowhere)
+    assert_refused(done, "package index", "network")
+    assert not (tmp_path / "venv" / ".set-up").exists()
