@@ -21,7 +21,7 @@ class Task:
 
     model: Any
     """torch.nn.Module, or keras.Model on the TensorFlow backend."""
-    loss: Callable[[Any, Mapping[str, Any]], Score]
+    loss: Callable[[Any, Any], Score]
     """loss(outputs, batch): mean over the samples, or (sum, weight)."""
     optimizer: Any
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
@@ -30,9 +30,9 @@ class Task:
     Dataset, or a tf.data.Dataset."""
     validation: Any = None
     """Validation data, likewise."""
-    metrics: Mapping[str, Callable[[Any, Mapping[str, Any]], Score]] = field(default_factory=dict)
+    metrics: Mapping[str, Callable[[Any, Any], Score]] = field(default_factory=dict)
     """Validation metrics by name, each metric(outputs, batch) returning what loss may return."""
-    forward: Callable[[Any, Mapping[str, Any]], Any] = first_field
+    forward: Callable[[Any, Any], Any] = first_field
     """forward(model, batch) gives the outputs; by default the model applied to the batch's first array."""
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed,

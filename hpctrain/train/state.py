@@ -60,13 +60,21 @@ class Placement(StrEnum):
 class StateTensor(Protocol):
     """One named tensor of the state, wherever it lives."""
 
-    name: str
-    """Slash-separated and independent of the framework where both know the thing: ``model/dense/kernel``,
-    ``optimizer/...``, ``ema/...``, ``rng/...``."""
-    shape: tuple[int, ...]
-    dtype: str
-    """Logical NumPy name, or ``bfloat16`` (held as uint16)."""
-    placement: Placement
+    @property
+    def name(self) -> str:
+        """Slash-separated, and independent of the framework where both know the thing: ``model/dense/kernel``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """Logical NumPy name, or ``bfloat16`` (held as uint16)."""
+
+    @property
+    def placement(self) -> Placement:
+        """Whether ranks share it."""
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
         """Copies ``len(out)`` rows of the first axis, from ``first_row`` on, to a host array (uint16 for bfloat16).
