@@ -59,7 +59,7 @@ class RowWriter:
                 for name, array in rows.items():
                     data = np.ascontiguousarray(array)
                     row_bytes = data.nbytes // max(len(data), 1)
-                    write_fully(file.fileno(), memoryview(data).cast("B"), self.offsets[name] + first_row * row_bytes)
+                    write_fully(file.fileno(), data.reshape(-1).view(np.uint8).data, self.offsets[name] + first_row * row_bytes)
         except OSError as error:
             raise RunFailed(f"{self.path} cannot be written: {error.strerror}", "check the free space there") from error
 
