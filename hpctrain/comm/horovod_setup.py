@@ -14,7 +14,7 @@ from hpctrain.errors import UserError
 SETTINGS = {
     "HOROVOD_CYCLE_TIME": "2.5",
     # Dynamic fusion would let timing decide which tensors are added in one message, and so the order of additions.
-    "HOROVOD_FUSION_THRESHOLD": "0",
+    "HOROVOD_DISABLE_GROUP_FUSION": "1",
 }
 """Environment variables that Horovod reads when it starts; what the user has set stays."""
 BUILD = "run: hpctrain install-horovod"
@@ -67,6 +67,8 @@ def start(module: ModuleType, group: Group) -> None:
     """
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
+    # Horovod 0.28.1 crashes at its second start where both this and the cycle time are set; without fusion it has no meaning.
+    os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     module.init()
     if (module.rank(), module.size()) != (group.rank, group.size):
         raise UserError(

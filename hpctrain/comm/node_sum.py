@@ -1,7 +1,7 @@
 """Sums over ranks through the memory they share.
 
 The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice of
-all buffers, always in rank order, and writes the sum back to all of them: reduce-scatter and allgather at the speed of
+all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at the speed of
 memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up their slices
 by MPI in between, so that every rank's share of the network is used.
 """
@@ -60,21 +60,27 @@ class NodeSum:
         self.node.Barrier()
 
     def _sum_slice(self, write_back: bool) -> None:
-        first, *others = self.parts
         for begin in range(self.slice.start, self.slice.stop, CHUNK):
             chunk = slice(begin, min(begin + CHUNK, self.slice.stop))
-            total = first[chunk]
-            for other in others:
-                np.add(total, other[chunk], out=total)
+            add_pairwise([part[chunk] for part in self.parts])
             if write_back:
-                for other in others:
-                    other[chunk] = total
+                for part in self.parts[1:]:
+                    part[chunk] = self.parts[0][chunk]
 
     def close(self) -> None:
         """Frees the communicators; the memory goes with its last view."""
         self.node.Free()
         if self.peers:
             self.peers.Free()
+
+
+def add_pairwise(terms: Sequence[NDArray[Any]]) -> None:
+    """Leaves the sum in the first term and overwrites the others; rounding grows with the logarithm of their number only."""
+    stride = 1
+    while stride < len(terms):
+        for index in range(0, len(terms) - stride, 2 * stride):
+            np.add(terms[index], terms[index + stride], out=terms[index])
+        stride *= 2
 
 
 def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32) -> NodeSum | None:

@@ -1,0 +1,65 @@
+"""Sums of a flat torch tensor over ranks, by Horovod: NCCL on GPUs where it was built for that, MPI otherwise."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm import horovod_setup
+from hpctrain.comm.buckets import Layout
+from hpctrain.comm.group import Group
+
+POLL_S = 5e-5
+"""Horovod's own wait looks once a millisecond."""
+
+
+class HorovodSum:
+    """Few large messages with fixed names and bounds: nothing is negotiated anew, and timing cannot change the sums' order."""
+
+    def __init__(
+        self, horovod: Any, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
+    ) -> None:
+        self.horovod = horovod
+        self.gradients = layout.gradients
+        self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
+        self.half = torch.zeros(layout.gradients, dtype=torch.float16, device=device) if half else None
+        self.handles: list[int] = []
+
+    def start(self, begin: int, end: int) -> None:
+        """See TensorSum."""
+        if self.half is None:
+            self._send(self.flat[begin:end], begin)
+            return
+        part = slice(begin, min(end, self.gradients))
+        self.half[part].copy_(self.flat[part])
+        self._send(self.half[part], begin)
+        if end > self.gradients:  # losses and weights keep fp32's precision
+            self._send(self.flat[self.gradients :], self.gradients)
+
+    def finish(self) -> None:
+        """See TensorSum."""
+        for handle in self.handles:
+            while not self.horovod.poll(handle):
+                time.sleep(POLL_S)
+            self.horovod.synchronize(handle)
+        self.handles.clear()
+        if self.half is not None:
+            self.flat[: self.gradients].copy_(self.half)
+
+    def close(self) -> None:
+        """Ends Horovod's background thread, which would take time from the cores even when it has nothing to do."""
+        self.horovod.shutdown()
+
+    def _send(self, part: Tensor, begin: int) -> None:
+        name = f"hpctrain.gradients.{begin}"  # a group of its own: groups are not fused (horovod_setup.SETTINGS)
+        self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
+
+
+def horovod_sum(group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> HorovodSum:
+    """Starts Horovod; raises UserError where it is missing or does not fit."""
+    horovod = horovod_setup.load("torch")
+    horovod_setup.start(horovod, group)
+    return HorovodSum(horovod, layout, dtype, device, half)

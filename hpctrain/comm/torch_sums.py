@@ -1,0 +1,113 @@
+"""Sums of a flat torch tensor over ranks, by MPI on the host."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.comm.auto import Candidate
+from hpctrain.comm.buckets import Layout
+from hpctrain.comm.group import Group
+from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum, OverlappedSum
+from hpctrain.comm.node_sum import open_node_sum
+
+
+class TensorSum(Protocol):
+    """Sums ``flat`` over the ranks, in place. Every rank makes the same calls in the same order."""
+
+    flat: Tensor
+    """This rank's values before, the sums after ``finish``; one-dimensional."""
+
+    def start(self, begin: int, end: int) -> None:
+        """These elements are complete and may travel."""
+
+    def finish(self) -> None:
+        """Returns when the whole tensor holds the sums."""
+
+    def close(self) -> None:
+        """Ends threads, frees communicators."""
+
+
+class HostTensorSum:
+    """A host sum for tensors on the CPU: they are the same memory."""
+
+    def __init__(self, host: HostSum) -> None:
+        self.host = host
+        self.flat = torch.from_numpy(host.buffer)
+        self.start = host.start
+        self.finish = host.finish
+        self.close = host.close
+
+
+class StagedTensorSum:
+    """A host sum for tensors on a GPU: through page-locked memory, each part as soon as it is ready."""
+
+    def __init__(self, host: HostSum, device: torch.device) -> None:
+        self.host = host
+        self.staging = torch.from_numpy(host.buffer)
+        pin(self.staging)
+        self.flat = torch.zeros(len(host.buffer), dtype=self.staging.dtype, device=device)
+        self.stream = torch.cuda.Stream(device)
+
+    def start(self, begin: int, end: int) -> None:
+        """See TensorSum."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
+        with torch.cuda.stream(self.stream):
+            self.staging[begin:end].copy_(self.flat[begin:end], non_blocking=True)
+
+    def finish(self) -> None:
+        """See TensorSum."""
+        self.stream.synchronize()
+        self.host.start(0, len(self.staging))
+        self.host.finish()
+        self.flat.copy_(self.staging, non_blocking=True)
+
+    def close(self) -> None:
+        """See TensorSum."""
+        torch.cuda.synchronize(self.flat.device)
+        torch.cuda.cudart().cudaHostUnregister(self.staging.data_ptr())
+        self.host.close()
+
+
+def pin(staging: Tensor) -> None:
+    """Page-locks memory that torch did not allocate, so that copies run at full speed and asynchronously."""
+    size = staging.numel() * staging.element_size()
+    code = torch.cuda.cudart().cudaHostRegister(staging.data_ptr(), size, 0)
+    torch.cuda.check_error(int(code))
+
+
+class TorchCodec:
+    """16-bit forms by torch's vectorised conversions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        """See Codec."""
+        torch.from_numpy(out.view(np.int16)).view(self.dtype).copy_(torch.from_numpy(values))
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        """See Codec."""
+        torch.from_numpy(out).copy_(torch.from_numpy(packed.view(np.int16)).view(self.dtype))
+
+
+CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
+
+
+def mpi_sum(candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device) -> TensorSum:
+    """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message."""
+    host = _host_sum(candidate, group, layout, torch.empty(0, dtype=dtype).numpy().dtype)
+    return HostTensorSum(host) if device.type == "cpu" else StagedTensorSum(host, device)
+
+
+def _host_sum(candidate: Candidate, group: Group, layout: Layout, dtype: np.dtype) -> HostSum:
+    if candidate.compression != "none":
+        return CompressedSum(group, layout.length, layout.length - layout.gradients, CODECS[candidate.compression])
+    if candidate.way == "overlap":
+        return OverlappedSum(group, layout.length, dtype)
+    shared = open_node_sum(group, layout.length, dtype) if candidate.way == "node" else None
+    return shared or FlatSum(group, layout.length, dtype)

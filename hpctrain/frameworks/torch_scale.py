@@ -1,0 +1,34 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, Mixed Precision Training, section 3.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+INITIAL = 2.0**16
+GROWTH_STEPS = 2000
+SMALLEST = 2.0**-10
+"""Below this it is not the scale that makes gradients overflow."""
+
+
+class LossScale:
+    """Halved when a gradient overflows, doubled after many steps without. Equal on all ranks: so are the sums it looks at."""
+
+    def __init__(self) -> None:
+        self.state = np.array([INITIAL, 0.0], np.float64)
+        """The scale, and the updates since it changed."""
+
+    @property
+    def factor(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return float(self.state[0])
+
+    def succeeded(self) -> None:
+        """An update was done."""
+        self.state[1] += 1
+        if self.state[1] >= GROWTH_STEPS:
+            self.state[:] = self.state[0] * 2, 0
+
+    def overflowed(self) -> bool:
+        """An update is skipped; False where scaling cannot be the reason."""
+        self.state[:] = self.state[0] / 2, 0
+        return bool(self.state[0] >= SMALLEST)

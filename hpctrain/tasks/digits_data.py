@@ -1,0 +1,52 @@
+"""scikit-learn's handwritten digits (1797 grey images of 8 x 8; Alpaydin and Kaynak 1998), packed to HDF5 on first use."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpctrain.errors import MissingExtra
+
+VALIDATION = 297
+"""Samples held out, drawn with a fixed seed."""
+
+
+def pack(folder: str | Path) -> tuple[Path, Path]:
+    """Training and validation files of a folder, made if need be; several ranks may do so at once.
+
+    Each holds ``image`` float32[n, 1, 8, 8] in 0 to 1 and ``label`` int64[n]; 1500 and 297 samples.
+
+    Raises:
+        MissingExtra: scikit-learn, which carries the images, is not installed.
+    """
+    folder = Path(folder)
+    paths = folder / "train.h5", folder / "validation.h5"
+    if all(path.exists() for path in paths):
+        return paths
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtra("scikit-learn", "examples") from error
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    images = (digits.images[order, None] / 16).astype(np.float32)
+    labels = digits.target[order].astype(np.int64)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, part in zip(paths, (slice(VALIDATION, None), slice(VALIDATION)), strict=True):
+        _write(path, image=images[part], label=labels[part])
+    return paths
+
+
+def _write(path: Path, **arrays: np.ndarray) -> None:
+    """Under another name first: a file that can be seen is complete."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    os.close(handle)
+    with h5py.File(temporary, "w") as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
