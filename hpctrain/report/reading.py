@@ -18,6 +18,8 @@ from hpctrain.errors import UserError
 from hpctrain.events import COMMON, REPEATED, Event
 from hpctrain.run_dir import RunDir
 
+NOT_PLOTTED = (*COMMON, "steps", "epoch", "total_steps")
+"""Numbers of ``train`` events that are no curves."""
 KEPT_EVENTS = 2000
 """Rare events (checkpoints, stragglers, ...) of each name that are kept whole; of more, the first and the last half."""
 
@@ -143,7 +145,7 @@ class Columns:
     @staticmethod
     def _numbers(columns: dict[str, array[float]], event: Event, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if name not in COMMON and isinstance(value, (int, float)):
+            if name not in NOT_PLOTTED and isinstance(value, (int, float)):
                 columns[name].extend((event["step"], event["time"], value))
 
 
