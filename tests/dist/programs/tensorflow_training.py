@@ -1,0 +1,124 @@
+"""Trains small Keras models on these ranks, once a scenario; rank 0 prints what came out by scenario, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hpctrain.comm.tensorflow_reduce import NoReducer
+from hpctrain.comm.world import World, connect
+from hpctrain.frameworks.tensorflow import KerasFramework
+from hpctrain.train.framework import NonFiniteLoss
+from tests.support.tensorflow_tasks import (
+    cut,
+    global_batches,
+    make_framework,
+    noisy_model,
+    samples,
+    train,
+    weighted_loss,
+)
+
+STEPS = 50
+
+
+def outcome(framework: KerasFramework, losses: list[float]) -> dict[str, Any]:
+    """Losses by step, and what must be equal on all ranks."""
+    hashes = framework.group.allgather(framework.weights_hash(), "compare the weights")
+    slots = [tensor for tensor in framework._variables() if tensor.name.startswith(("optimizer/", "ema/"))]
+    sums = [float(np.sum(tensor.host_view(), dtype=np.float64)) for tensor in slots]
+    return {"losses": losses, "hashes": hashes, "slots": framework.group.allgather(sums, "compare the slots")}
+
+
+def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: Any) -> dict[str, Any]:
+    """A run of a new model."""
+    framework = make_framework(world, **settings)
+    losses = train(framework, steps, accumulate)
+    found = outcome(framework, losses)
+    framework.close()
+    return found
+
+
+def sabotaged(world: World) -> dict[str, Any]:
+    """Without the exchange, everything else as it is."""
+    framework = make_framework(world, kind="mpi" if world.size > 1 else "none")
+    framework.close()
+    framework.reducer = NoReducer()
+    return outcome(framework, train(framework, STEPS))
+
+
+def not_finite(world: World) -> dict[str, Any]:
+    """One sample of the second batch, on the last rank, is not a number."""
+    framework = make_framework(world)
+    train(framework, 1)
+    batch = next(global_batches(1))
+    batch["x"] = batch["x"].copy()
+    batch["x"][-1, 0] = np.nan
+    before = framework.weights_hash()
+    try:
+        framework.step(cut(batch, world.rank, world.size), 30)
+        said = None
+    except NonFiniteLoss as error:
+        said = error.ranks
+    unchanged = framework.weights_hash() == before
+    return {
+        "ranks": framework.group.allgather(said, "say it"),
+        "unchanged": framework.group.allgather(unchanged, "say it"),
+    }
+
+
+def evaluated(world: World) -> dict[str, Any]:
+    """Validation sums over the ranks' parts, and predictions in order."""
+    framework = make_framework(world, ema_decay=0.9)
+    train(framework, 3)
+    parts = cut(samples(), world.rank, world.size)
+    found = [framework.evaluate(part) for part in parts]
+    outputs = [framework.predict(part)["output"].sum(1).tolist() for part in parts]
+    return {
+        "sums": framework.group.allgather(found, "evaluate"),
+        "outputs": [row for rank in framework.group.allgather(outputs, "predict") for part in rank for row in part],
+    }
+
+
+def noises(world: World) -> dict[str, Any]:
+    """Each rank's own dropout and random numbers."""
+    framework = make_framework(world, model=noisy_model)
+    train(framework, 2)
+    seeds = [tensor.host_view().tolist() for tensor in framework._variables() if tensor.name.startswith("rng/")]
+    drawn = float(tf.random.get_global_generator().uniform(()))
+    return {"seeds": framework.group.allgather([*seeds, drawn], "compare the noise")}
+
+
+SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
+    "auto": trained,
+    "mpi": lambda world: trained(world, kind="mpi" if world.size > 1 else "none"),
+    "horovod": lambda world: trained(world, kind="horovod"),
+    "accumulate": lambda world: trained(world, accumulate=3),
+    "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
+    "weighted": lambda world: trained(world, loss=weighted_loss),
+    "fp16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "fp16"}),
+    "bf16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "bf16"}),
+    "bf16": lambda world: trained(world, precision="bf16", model=noisy_model),
+    "fp16": lambda world: trained(world, precision="fp16", model=noisy_model),
+    "sabotaged": sabotaged,
+    "not_finite": not_finite,
+    "evaluated": evaluated,
+    "noises": noises,
+}
+
+
+def main() -> None:
+    """Runs the scenarios that the command line names."""
+    world = connect()
+    results = {name: SCENARIOS[name](world) for name in sys.argv[1:]}
+    if world.rank == 0:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Every way of exchanging TensorFlow gradients gives the exact sum of what travels, with the same bits on all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "tensorflow_sums.py"
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)])
+def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
+    result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=120)
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert set(found) == {"mpi-node", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16", "horovod-flat", "horovod-flat-fp16"}
+    for name, sums in found.items():
+        in_other_order = 2e-2 if name == "horovod-flat-fp16" else 1e-5  # four terms are added in MPI's own order
+        assert sums["same"], name
+        assert sums["difference"] <= (0 if ranks == 2 else in_other_order), name

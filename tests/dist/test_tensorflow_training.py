@@ -1,0 +1,123 @@
+"""Keras on real MPI ranks: 1, 2 and 4 train as one process does, by each reducer, with the same bits on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.mpi import mpirun
+
+PROGRAMS = Path(__file__).parent / "programs"
+ROOT = Path(__file__).parents[2]
+EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "evaluated")
+"""What must not depend on the number of ranks."""
+ELSEWHERE = ("fp16-wire", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
+
+
+def run(program: str, ranks: int, *arguments: str) -> Any:
+    """What a program prints as JSON."""
+    environment = {"PYTHONPATH": str(ROOT)}
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env=environment, timeout=240)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+@functools.cache
+def results(ranks: int) -> dict[str, Any]:
+    """All scenarios on so many ranks, run once."""
+    found: dict[str, Any] = run("tensorflow_training.py", ranks, *EVERYWHERE, *(ELSEWHERE if ranks == 2 else ()))
+    return found
+
+
+@functools.cache
+def by_hand() -> list[float]:
+    """Losses of the plain loop."""
+    found: list[float] = run("tensorflow_plain_loop.py", 1)
+    return found
+
+
+def require_same_training(losses: list[float], wanted: list[float]) -> None:
+    """Loss curves agree to 1e-4."""
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("reducer", ["auto", "mpi", "horovod"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
+    found = results(ranks)[reducer]
+    assert len(found["losses"]) == 50
+    require_same_training(found["losses"], by_hand())
+    assert len(set(found["hashes"])) == 1
+    assert all(slots == found["slots"][0] for slots in found["slots"])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("scenario", ["accumulate", "clip", "weighted"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_number_of_ranks_changes_nothing(ranks: int, scenario: str) -> None:
+    found = results(ranks)[scenario]
+    require_same_training(found["losses"], results(1)[scenario]["losses"])
+    assert len(set(found["hashes"])) == 1
+    assert all(slots == found["slots"][0] for slots in found["slots"])
+
+
+@pytest.mark.world_size(4)
+def test_accumulation_is_one_larger_batch_and_clipping_and_weights_are_not() -> None:
+    found = results(1)
+    require_same_training(found["accumulate"]["losses"], by_hand())
+    for other in ("clip", "weighted"):
+        with pytest.raises(AssertionError):
+            require_same_training(found[other]["losses"], by_hand())
+
+
+@pytest.mark.world_size(2)
+def test_without_the_exchange_these_tests_fail() -> None:
+    found = results(2)["sabotaged"]
+    assert len(set(found["hashes"])) == 2
+    with pytest.raises(AssertionError):
+        require_same_training(found["losses"], by_hand())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("wire", ["fp16-wire", "bf16-wire"])
+def test_sixteen_bits_on_the_wire_stay_near_and_equal_on_all_ranks(wire: str) -> None:
+    found = results(2)[wire]
+    assert len(set(found["hashes"])) == 1
+    assert found["losses"] != results(2)["mpi"]["losses"]
+    np.testing.assert_allclose(found["losses"], by_hand(), rtol=0.05)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_and_stays_equal_on_all_ranks(precision: str) -> None:
+    found = results(2)[precision]
+    assert len(set(found["hashes"])) == 1
+    assert np.mean(found["losses"][-7:]) < 0.6 * np.mean(found["losses"][:7])
+
+
+@pytest.mark.world_size(2)
+def test_a_loss_that_is_not_finite_is_raised_on_all_ranks_and_names_the_one_at_fault() -> None:
+    found = results(2)["not_finite"]
+    assert found == {"ranks": [[1], [1]], "unchanged": [True, True]}
+
+
+@pytest.mark.world_size(2)
+def test_noise_differs_between_ranks() -> None:
+    mine, others = results(2)["noises"]["seeds"]
+    assert len(mine) == 3
+    assert all(one != other for one, other in zip(mine, others, strict=True))
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> None:
+    found, wanted = results(ranks)["evaluated"], results(1)["evaluated"]
+    for name in ("loss", "accuracy"):
+        totals = np.sum([part[name] for rank in found["sums"] for part in rank], axis=0)
+        np.testing.assert_allclose(totals, wanted["sums"][0][0][name], rtol=1e-5)
+    np.testing.assert_allclose(found["outputs"], wanted["outputs"], rtol=1e-3, atol=1e-4)
