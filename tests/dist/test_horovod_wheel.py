@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,3 +20,20 @@ def test_every_operation_that_we_use_gives_the_right_values(mpirun, framework: s
     assert sorted(line for line in result.stdout.splitlines() if line.endswith("values are right")) == [
         f"rank {rank} of {ranks}: values are right" for rank in range(ranks)
     ]
+
+
+def test_setting_up_again_takes_seconds_and_builds_nothing() -> None:
+    command = [sys.executable, "-m", "hpctrain", "install-horovod", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["built"] is False
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_the_wheel_names_no_folder_of_the_environment_it_was_built_in(framework: str) -> None:
+    """It is cached and serves other environments, which may outlive that one."""
+    folder = Path(importlib.metadata.distribution("horovod").locate_file(f"horovod/{framework}"))
+    library = next(folder.glob("mpi_lib*.so"))
+    told = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "$ORIGIN" in told
+    assert sys.prefix not in told
