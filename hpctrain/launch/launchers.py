@@ -60,7 +60,8 @@ def deaths(text: str) -> list[Death]:
     found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
     found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
     found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
-    for host, tasks, how in SRUN.findall(text):
+    # Those that srun reports after it has begun to end the step are victims of that.
+    for host, tasks, how in SRUN.findall(text.partition("Terminating StepId")[0]):
         found += [_srun(rank, host, how) for rank in expand(tasks)]
     return found
 

@@ -10,6 +10,7 @@ from hpctrain import facts
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.config import Config
 from hpctrain.config_file import dump
+from hpctrain.launch.command_rank import STOP_SIGNAL
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.output import TERMINAL, quiet_environment, terminal_columns
 from hpctrain.launch.processes import TETHER
@@ -42,9 +43,11 @@ def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = F
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
     if mpirun is not None:
         environment |= launcher_environment(mpirun.flavour, ranks > cores, os.environ)
-    command = plain_command(config) if config.launch.command else [sys.executable, "-m", "hpctrain", *rank_words]
+    command = [sys.executable, "-m", "hpctrain", *rank_words]
+    if config.launch.command:
+        command = [*plain_command(), *config.launch.command]
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
-    launch = Launch([*prefix, *command], environment, ranks, speaks=not config.launch.command)
+    launch = Launch([*prefix, *command], environment, ranks, saves=not config.launch.command)
     return supervise(
         RunDir.for_config(config),
         lambda attempt: launch,
@@ -66,10 +69,11 @@ def rank_environment(
         EXPECTED_RANKS: str(ranks),
         TERMINAL: str(terminal_columns(sys.stdout)),
         TETHER: "1",
+        STOP_SIGNAL: f"SIG{config.launch.stop_signal}",
     }
     return {**ours, **config.launch.env}
 
 
-def plain_command(config: Config) -> list[str]:
-    """A command that is not ours, tied to the life of what starts it."""
-    return [sys.executable, "-m", "hpctrain.launch.tether", *config.launch.command]
+def plain_command() -> list[str]:
+    """The words before a command that is not ours."""
+    return [sys.executable, "-m", "hpctrain.launch.command_rank"]

@@ -48,8 +48,8 @@ class Launch:
     """Variables set for the launcher and the ranks, on top of this process's own."""
     ranks: int
     """Expected number."""
-    speaks: bool = True
-    """Whether the ranks leave last words; a plain command does not, and its exit code decides."""
+    saves: bool = True
+    """Whether the ranks save checkpoints; of a plain command nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,17 @@ class Attempt:
 
     def run(self) -> tuple[Verdict, list[LastWord]]:
         """Starts the ranks, watches until all are gone, and decides."""
-        code = self.watch()
+        self.watch()
         text = self.launcher_text() + (self.passing.text if self.passing is not None else "")
-        words = self.last_words(text, code)
+        words = self.last_words(text)
         attempts = [*self.run_dir.attempts()]
         if attempts:
             attempts[-1] = {**attempts[-1], "to_step": self.run_dir.newest_checkpoint_step()}
-        if self.launch.speaks:
-            failure = self.failure or self.launch_failure(words, text)
-            verdict = decide(words, attempts, self.limits.max_failures, self.stop, failure)
-        else:
-            verdict = decide(_as_word(code), attempts, self.limits.max_failures, self.stop, self.failure)
-        return verdict, words
+        failure = self.failure or self.launch_failure(words, text)
+        return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
 
-    def watch(self) -> int:
-        """Runs the launcher to its end; its exit code, negative for a signal."""
+    def watch(self) -> None:
+        """Runs the launcher to its end. Its exit code says little: launchers lose those of ranks."""
         log = self.open_log()
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         processes.adopt_orphans()
@@ -131,7 +127,6 @@ class Attempt:
             self.passing.pump()
             self.process.stdout.close()
             self.show_launcher_text()
-        return self.process.returncode
 
     def tick(self, now: float) -> None:
         """One look at signals, the STOP file, the ranks and the clock."""
@@ -172,14 +167,13 @@ class Attempt:
         """Ranks see the STOP file themselves; from here on the clock runs."""
         self.stop = stop
         self.stop_deadline = now + self.limits.stop_grace_s
-        if not self.launch.speaks and self.process is not None:
-            os.killpg(self.process.pid, signal.SIGTERM)
         again = "; again to end at once" if stop.by == "signal SIGINT" else ""
-        say(f"{stop.by}: stopping after the current step, with a checkpoint{again}")
+        how = "after the current step, with a checkpoint" if self.launch.saves else "the command"
+        say(f"{stop.by}: stopping {how}{again}")
 
     def look_at_ranks(self, now: float) -> None:
         """Ends an attempt that the launcher does not end by itself although a rank has failed, died or left."""
-        if not self.launch.speaks or self.failure is not None:
+        if self.failure is not None:
             return
         words = collect(self.run_dir, self.number)
         if failed := [word for word in words if word.ending is Ending.FAILED]:
@@ -219,7 +213,7 @@ class Attempt:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def last_words(self, text: str, code: int) -> list[LastWord]:
+    def last_words(self, text: str) -> list[LastWord]:
         """The ranks' words, with what is known of those that left none."""
         words = collect(self.run_dir, self.number)
         deaths = launchers.deaths(text) if self.failure is None else []
@@ -367,16 +361,3 @@ def _number(by: str) -> int:
     with contextlib.suppress(KeyError):
         return int(signal.Signals[by.removeprefix("signal ")])
     return 0
-
-
-def _as_word(code: int) -> list[LastWord]:
-    """A plain command's exit code as one word."""
-    plain = LastWord(0, socket.gethostname(), 0, 0, time.time(), ended=time.time(), exit_code=code)
-    if code == ExitCode.DONE:
-        return [dataclasses.replace(plain, ending=Ending.COMPLETED)]
-    if code == ExitCode.STOPPED:
-        return [dataclasses.replace(plain, ending=Ending.STOPPED)]
-    number = -code if code < 0 else code - 128
-    how = launchers.signal_name(number) if 0 < number < 65 else ""
-    note = f"was killed by {how}" if how else f"ended with exit code {code}"
-    return [dataclasses.replace(plain, ending=Ending.KILLED, note=note)]

@@ -71,6 +71,7 @@ def decide(
     max_failures: int,
     stop: Stop | None = None,
     failure: Verdict | None = None,
+    saves: bool = True,
 ) -> Verdict:
     """What the end of the newest attempt means.
 
@@ -81,12 +82,13 @@ def decide(
         max_failures: failed attempts in a row without a new checkpoint after which the run ends.
         stop: the stop request of this attempt, if there was one.
         failure: what the supervisor itself ended the attempt for (a hang, ranks that never appeared), if it did.
+        saves: whether the run saves checkpoints. Where it does not, progress is unknown.
 
     Returns:
         DONE or STOP or REQUEUE for orderly ends; for others REQUEUE while trying again makes sense.
     """
     if failure is None and words and all(word.ending in GOOD_ENDINGS for word in words):
-        return _orderly(words, attempts, stop)
+        return _orderly(words, attempts, stop, saves)
     found = failure or blame(words)
     if found.action is not Action.REQUEUE:
         return found
@@ -141,7 +143,9 @@ def progressed(attempt: Mapping[str, Any]) -> bool:
     return last is not None and (first is None or last > first)
 
 
-def _orderly(words: Sequence[LastWord], attempts: Sequence[Mapping[str, Any]], stop: Stop | None) -> Verdict:
+def _orderly(
+    words: Sequence[LastWord], attempts: Sequence[Mapping[str, Any]], stop: Stop | None, saves: bool
+) -> Verdict:
     step = max((word.step or 0 for word in words), default=0)
     if not any(word.ending is Ending.STOPPED for word in words):
         early = any(word.ending is Ending.EARLY for word in words)
@@ -149,7 +153,7 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Mapping[str, Any]], s
     by = stop.by if stop else "a request"
     if stop is None or stop.by_person:
         return Verdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", "the same command resumes it")
-    if attempts and not progressed(attempts[-1]):
+    if saves and attempts and not progressed(attempts[-1]):
         return Verdict(
             Action.DO_NOT_REQUEUE,
             ExitCode.DO_NOT_REQUEUE,

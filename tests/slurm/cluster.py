@@ -43,6 +43,8 @@ GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=8
+# A node that lost its power is given up after seconds.
+SlurmdTimeout=10
 MinJobAge=300
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -78,12 +80,18 @@ class Cluster:
     environment: dict[str, str]
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def run(self, *command: str | Path, timeout: float = 60, check: bool = True, **options) -> subprocess.CompletedProcess:  # type: ignore[type-arg,no-untyped-def]
+    def run(
+        self, *command: str | Path, timeout: float = 60, check: bool = True, **options
+    ) -> subprocess.CompletedProcess:  # type: ignore[type-arg,no-untyped-def]
         """Runs a command as a user of this cluster would."""
         options.setdefault("env", self.environment)
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout, **options)
+        done = subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, timeout=timeout, **options
+        )
         if check and done.returncode:
-            raise AssertionError(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+            raise AssertionError(
+                f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+            )
         return done
 
     def state(self, job: str) -> str:
@@ -96,7 +104,9 @@ class Cluster:
         return until(
             lambda: (state := self.state(job)) in states and state,
             timeout,
-            lambda: f"job {job} is {self.state(job)}, not {states}\n{self.run('scontrol', 'show', 'job', job, check=False).stdout}",
+            lambda: (
+                f"job {job} is {self.state(job)}, not {states}\n{self.run('scontrol', 'show', 'job', job, check=False).stdout}"
+            ),
         )
 
     def processes(self, marker: str) -> dict[int, str]:
@@ -122,9 +132,22 @@ class Cluster:
             f"hostname {name} && mount -t tmpfs none /dev/shm && mount -t tmpfs none {scratch} && "
             f"exec slurmd -D -f {self.environment['SLURM_CONF']} -N {name}"
         )
-        isolated = ["unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script]
+        isolated = [
+            "unshare",
+            "--uts",
+            "--pid",
+            "--mount",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "bash",
+            "-c",
+            script,
+        ]
         self.daemons[name] = self.spawn(name, isolated)
-        until(lambda: self.node_state(name) == "idle", 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}")
+        until(
+            lambda: self.node_state(name) == "idle", 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}"
+        )
 
     def kill_node(self, name: str) -> None:
         """The node loses its power: every process on it is gone at once."""
@@ -180,8 +203,12 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         options = [f"--{option}={folder / name}" for option, name in munge.items()]
         cluster.daemons["munged"] = cluster.spawn("munged", ["munged", "--foreground", "--force", *options])
         until((folder / "munge.sock").exists, 10, lambda: cluster.log("munged"))
-        cluster.daemons["slurmctld"] = cluster.spawn("slurmctld", ["slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf")])
-        until(lambda: cluster.run("scontrol", "ping", check=False).returncode == 0, 30, lambda: cluster.log("slurmctld"))
+        cluster.daemons["slurmctld"] = cluster.spawn(
+            "slurmctld", ["slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf")]
+        )
+        until(
+            lambda: cluster.run("scontrol", "ping", check=False).returncode == 0, 30, lambda: cluster.log("slurmctld")
+        )
         for name in NODES:
             cluster.start_node(name)
         yield cluster

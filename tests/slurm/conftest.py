@@ -67,4 +67,6 @@ def new_run(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Ru
     for run in made:
         run.hpctrain("cancel", run.folder, check=False)
     for run in made:
-        slurm.until(lambda run=run: not cluster.processes(run.marker), 20, lambda run=run: str(cluster.processes(run.marker)))
+        slurm.until(
+            lambda run=run: not cluster.processes(run.marker), 20, lambda run=run: str(cluster.processes(run.marker))
+        )

@@ -60,7 +60,9 @@ class Run:
 
     def log(self) -> str:
         """Everything that the run has printed."""
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.folder.glob("logs/*")))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.folder.glob("logs/*"))
+        )
 
     def wait(self, job: str, *states: str, timeout: float = 120) -> str:
         """The job's state once it is one of these; fails with the logs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +17,38 @@ def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], l
     assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
     assert sorted(line for line in run.log().splitlines() if line.endswith(" 1")) == ["n1 1", "n1 1", "n2 1", "n2 1"]
     assert run.status()["state"] == "COMPLETED"
+
+
+COUNTING = """\
+import os, pathlib, signal, sys, time
+# Counts to 8 and keeps the count in a file, one a rank; exits 75 when it is asked to stop.
+state = pathlib.Path(sys.argv[1]) / f"count-{os.environ['SLURM_PROCID']}"
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+for count in range(int(state.read_text()) if state.exists() else 0, 8):
+    print("count", count, flush=True)
+    time.sleep(0.5)
+    state.write_text(str(count + 1))
+"""
+
+
+def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "count.py").write_text(COUNTING)
+    run = new_run(launch={"command": ["python", str(tmp_path / "count.py"), str(tmp_path)], "stop_signal": "USR2"})
+    job = run.submit()
+    run.wait_for(lambda: "count 2" in run.log())
+    run.cluster.run("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1 does before the time limit
+    assert run.wait(job, "PENDING", timeout=30)
+    assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
+    assert [(tmp_path / f"count-{rank}").read_text() for rank in range(4)] == ["8"] * 4
+    assert [attempt["verdict"]["action"] for attempt in run.dir.attempts()] == ["requeue", "done"]
+    assert run.log().count("count 7") == 4
+
+
+def test_a_command_that_fails_names_rank_and_code(new_run: Callable[..., Run]) -> None:
+    program = "[ $SLURM_PROCID = 2 ] && exit 3; sleep 60"
+    run = new_run(launch={"command": ["bash", "-c", program], "max_failures": 1})
+    job = run.submit()
+    assert run.wait(job, "FAILED", "COMPLETED") == "FAILED"
+    verdict = run.dir.attempts()[-1]["verdict"]
+    assert (verdict["rank"], verdict["host"]) == (2, "n2")
+    assert "exit code 3" in verdict["reason"]

@@ -53,7 +53,9 @@ def run(words: Sequence[str], stdin: str | None = None, timeout_s: float = TIMEO
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when Slurm answers") from error
+        raise RunFailed(
+            f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when Slurm answers"
+        ) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise RunFailed(f"{words[0]} refused: {message}", _advice(message))
@@ -63,7 +65,9 @@ def run(words: Sequence[str], stdin: str | None = None, timeout_s: float = TIMEO
 def submit(script: Path, options: Sequence[str] = (), test_only: bool = False) -> str:
     """Submits a script and returns the job id; with ``test_only`` what Slurm says about it."""
     if test_only:
-        done = subprocess.run([find("sbatch"), "--test-only", *options, str(script)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [find("sbatch"), "--test-only", *options, str(script)], capture_output=True, text=True, check=False
+        )
         return " ".join((done.stderr or done.stdout).split())
     return run(["sbatch", "--parsable", *options, str(script)]).strip().split(";")[0]
 
@@ -150,4 +154,7 @@ def _advice(message: str) -> str:
         "unable to contact": "Slurm's controller is down or unreachable: try again, or ask the site",
         "invalid job id": "hpctrain status names the run's jobs",
     }
-    return next((fix for key, fix in table.items() if key in message.lower()), "hpctrain doctor checks the site; sbatch's manual explains the message")
+    return next(
+        (fix for key, fix in table.items() if key in message.lower()),
+        "hpctrain doctor checks the site; sbatch's manual explains the message",
+    )

@@ -33,11 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if name == "render":
         parser.add_argument("--portable", action="store_true", help="a script that takes any run file as its argument")
     if name in ("render", "submit"):
-        parser.add_argument("--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2")
+        parser.add_argument(
+            "--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2"
+        )
         parser.add_argument("--at-once", type=int, metavar="N", help="elements of the array that run at the same time")
     if name in ("submit", "resume"):
         parser.add_argument("--dry-run", action="store_true", help="print the script and what would be run")
-        parser.add_argument("--chain", type=int, default=1, metavar="N", help="N jobs that follow each other, no requeue")
+        parser.add_argument(
+            "--chain", type=int, default=1, metavar="N", help="N jobs that follow each other, no requeue"
+        )
         parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts not to use")
         parser.add_argument("--after", action="append", default=[], metavar="JOB", help="start when these ended well")
         parser.add_argument("--wait", action="store_true", help="return when the run has ended")
@@ -79,11 +83,21 @@ def submit(args: argparse.Namespace) -> int:
         raise UserError(f"--chain is {args.chain}", "give 1 or more")
     if args.command == "resume" and not folder.run_yaml.exists():
         raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
-    planned = submission.plan(_excluding(config, args.exclude), folder, submission.sweep(getattr(args, "array", [])), getattr(args, "at_once", None), args.chain)
+    planned = submission.plan(
+        _excluding(config, args.exclude),
+        folder,
+        submission.sweep(getattr(args, "array", [])),
+        getattr(args, "at_once", None),
+        args.chain,
+    )
     options = [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"] if args.after else []
     if args.dry_run:
         command = shlex.join(["sbatch", *options, str(planned.script_file)])
-        _print(args, {"script": planned.script, "command": command, "chain": args.chain}, [planned.script, f"# would run: {command}"])
+        _print(
+            args,
+            {"script": planned.script, "command": command, "chain": args.chain},
+            [planned.script, f"# would run: {command}"],
+        )
         return ExitCode.DONE
     submission.client.find("sbatch")
     submission.refuse_second(folder)
@@ -91,9 +105,15 @@ def submit(args: argparse.Namespace) -> int:
     past = submission.submissions(folder)
     ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and args.command == "resume" else None)
     launch = planned.config.launch
-    what = f"{launch.nodes} nodes, {planned.config.name}" + (f", {len(planned.elements)} elements" if planned.elements else "")
+    what = f"{launch.nodes} nodes, {planned.config.name}" + (
+        f", {len(planned.elements)} elements" if planned.elements else ""
+    )
     said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
-    _print(args, said, ids[:1] if args.parsable else [f"submitted job {', '.join(ids)} ({what})", f"  run folder {folder.path}"])
+    _print(
+        args,
+        said,
+        ids[:1] if args.parsable else [f"submitted job {', '.join(ids)} ({what})", f"  run folder {folder.path}"],
+    )
     return _wait(folder, ids) if args.wait else ExitCode.DONE
 
 

@@ -22,7 +22,17 @@ EXCLUSIVE = (
 )
 """Sets of directives of which Slurm takes at most one."""
 
-OURS = {"--array", "--chdir", "--dependency", "--export", "--export-file", "--open-mode", "--signal", "--wrap", "--test-only"}
+OURS = {
+    "--array",
+    "--chdir",
+    "--dependency",
+    "--export",
+    "--export-file",
+    "--open-mode",
+    "--signal",
+    "--wrap",
+    "--test-only",
+}
 """Directives that the command line or the supervisor decides about."""
 
 SHORT = {
@@ -114,7 +124,9 @@ def build(
     for field, pattern in PATTERNS.items():
         value = getattr(slurm, field)
         if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-            raise UserError(f"launch.slurm.{field} is {value!r}", f"write {EXAMPLES.get(field, 'a name as Slurm lists it')}")
+            raise UserError(
+                f"launch.slurm.{field} is {value!r}", f"write {EXAMPLES.get(field, 'a name as Slurm lists it')}"
+            )
     limit = seconds(slurm.time) if slurm.time else None
     if limit is not None and signal_s >= limit:
         raise UserError(
@@ -152,7 +164,9 @@ def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
         near = difflib.get_close_matches(name, names, n=1)
         raise UserError(
             f"launch.slurm names {name}, which the script does not have",
-            f"did you mean {near[0]}?" if near else f"name one of {', '.join(sorted(names))}, or use launch.slurm.extra",
+            f"did you mean {near[0]}?"
+            if near
+            else f"name one of {', '.join(sorted(names))}, or use launch.slurm.extra",
         )
     if both := sorted(skipped & replaced.keys()):
         raise UserError(f"launch.slurm both skips and replaces {both[0]}", "keep one of the two")
@@ -166,11 +180,16 @@ def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
     kinds = [directive.kind for directive in directives]
     for kind in kinds:
         if kinds.count(kind) > 1 and kind != "--gres":
-            raise UserError(f"the script would have {kind} twice", f"use launch.slurm.replace for {kind} in place of extra")
+            raise UserError(
+                f"the script would have {kind} twice", f"use launch.slurm.replace for {kind} in place of extra"
+            )
     for group in EXCLUSIVE:
         found = [kind for kind in kinds if kind in group]
         if len(found) > 1:
-            raise UserError(f"{' and '.join(found)} exclude each other", f"keep one, and put {found[0]} into launch.slurm.skip if it is ours")
+            raise UserError(
+                f"{' and '.join(found)} exclude each other",
+                f"keep one, and put {found[0]} into launch.slurm.skip if it is ours",
+            )
     return directives
 
 
@@ -234,7 +253,9 @@ def _memory(slurm: SlurmConfig) -> list[Directive]:
         return []
     match = re.fullmatch(r"(\d+[KMGT]?)(?:/(cpu|gpu))?", slurm.memory)
     if not match:
-        raise UserError(f"launch.slurm.memory is {slurm.memory!r}", "write 4G (each node), 2G/cpu, 16G/gpu or 0 (all of the node)")
+        raise UserError(
+            f"launch.slurm.memory is {slurm.memory!r}", "write 4G (each node), 2G/cpu, 16G/gpu or 0 (all of the node)"
+        )
     return [Directive(f"--mem-per-{match.group(2)}" if match.group(2) else "--mem", match.group(1))]
 
 

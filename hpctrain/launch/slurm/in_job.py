@@ -51,18 +51,18 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         NoRequeue: a host that cannot take part; it is named.
     """
     found = launchers(config, job)
-    python, task_args = stage_in(config, run, job)
+    interpreter, task_args = stage_in(config, run, job)
     if not config.launch.preflight:
-        return Prepared(found[0], python, task_args)
+        return Prepared(found[0], interpreter, task_args)
     failed: list[str] = []
     fix = ""
     for launcher in found:
-        problems = check(config, run, job, launcher, python)
+        problems = check(config, run, job, launcher, interpreter)
         for problem in problems:
             print(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", file=sys.stderr, flush=True)
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
-            return Prepared(launcher, python, task_args)
+            return Prepared(launcher, interpreter, task_args)
         if not fatal.launcher:
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
         failed.append(f"{launcher.describe()}: {fatal.what}")
@@ -84,14 +84,24 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
     return candidates(config.launch, job.nodes, job.ranks, offered, mpirun, flavour)
 
 
-def check(config: Config, run: RunDir, job: Job, launcher: Launcher, python: str) -> list[Problem]:
+def check(config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str) -> list[Problem]:
     """Problems that the ranks' reports show under one launcher."""
     slurm = config.launch.slurm
     expected = Expected(
-        job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, mpi=bool(config.task) and job.ranks > 1
+        job.nodes,
+        job.ranks,
+        slurm.gpus_per_node or 0,
+        slurm.cpus_per_rank or 1,
+        mpi=bool(config.task) and job.ranks > 1,
     )
-    command = [python, "-m", "hpctrain.launch.slurm.probe", f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
-    command += ["--mpi"] if expected.mpi else []
+    command = [
+        interpreter,
+        "-m",
+        "hpctrain.launch.slurm.probe",
+        f"--run-dir={run.path}",
+        f"--scratch={slurm.scratch or ''}",
+    ]
+    command = [*slurm.wrap, *command, "--mpi"] if expected.mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
     output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
     problems = preflight.judge(preflight.reports(output.splitlines()), expected, client.hosts(job.nodelist))
@@ -100,25 +110,34 @@ def check(config: Config, run: RunDir, job: Job, launcher: Launcher, python: str
     return problems
 
 
+def python(config: Config) -> str:
+    """The ranks' interpreter: this one, but inside an image the image's."""
+    return "python3" if config.task and config.launch.slurm.wrap else sys.executable
+
+
 def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, Mapping[str, Any]]:
     """Copies what launch.stage_in names to every node; the ranks' interpreter and the task's arguments."""
     launch = config.launch
+    own = python(config)
     if not launch.stage_in and not launch.stage_environment:
-        return sys.executable, config.task_args
+        return own, config.task_args
+    if launch.slurm.wrap and launch.stage_environment:
+        raise UserError(
+            "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
+        )
     folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
     command = [sys.executable, "-m", "hpctrain.launch.slurm.stage", str(folder), *map(_absolute, launch.stage_in)]
-    python = sys.executable
     if launch.stage_environment:
         archive = run.path / "environment.tar"
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
-        python = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
+        own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
     output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
     if "hpctrain: " in output:
         what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
         raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
     targets = {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
-    return python, stage.staged_values(dict(config.task_args), targets)
+    return own, stage.staged_values(dict(config.task_args), targets)
 
 
 def requeue(config: Config, run: RunDir, job: Job, exclude: Sequence[str] = ()) -> None:
@@ -135,7 +154,9 @@ def requeue(config: Config, run: RunDir, job: Job, exclude: Sequence[str] = ()) 
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     attempts = len(run.attempts())
     if attempts > slurm.max_requeues:
-        raise NoRequeue(f"{attempts} attempts used up launch.slurm.max_requeues {slurm.max_requeues}", "raise it and resume")
+        raise NoRequeue(
+            f"{attempts} attempts used up launch.slurm.max_requeues {slurm.max_requeues}", "raise it and resume"
+        )
     if exclude:
         from hpctrain.launch.slurm.submission import Submitted, record
 

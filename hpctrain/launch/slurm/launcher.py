@@ -49,7 +49,7 @@ class Srun:
         words += [f"--mpi={self.mpi}"] if self.mpi else []
         words += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
         words += [f"--cpu-bind={slurm.cpu_bind}"] if slurm.cpu_bind else []
-        return [*words, *slurm.srun_options, *slurm.wrap, *command]
+        return [*words, *slurm.srun_options, *command]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
@@ -72,7 +72,7 @@ class Mpirun:
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher."""
         words = self.program.argv(self.ranks, env, cores=self.ranks, local=False)
-        return [*words, *self.slurm.mpirun_options, *self.slurm.wrap, *command]
+        return [*words, *self.slurm.mpirun_options, *command]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""

@@ -11,7 +11,9 @@ from pathlib import Path
 from hpctrain.run_dir import RunDir
 
 NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
-ERROR = re.compile(r"Traceback|\b\w*Error\b|^hpctrain: |Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT", re.MULTILINE)
+ERROR = re.compile(
+    r"Traceback|\b\w*Error\b|^hpctrain: |Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

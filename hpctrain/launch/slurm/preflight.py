@@ -60,7 +60,12 @@ def judge(found: Sequence[dict[str, Any]], expected: Expected, hosts: Sequence[s
     """
     first = [report for report in found if report["stage"] == "host"]
     joined = [report for report in found if report["stage"] == "mpi"]
-    problems = [*_silent(first, expected, hosts), *_folders(first), *_devices(first, expected), *_cores(first, expected)]
+    problems = [
+        *_silent(first, expected, hosts),
+        *_folders(first),
+        *_devices(first, expected),
+        *_cores(first, expected),
+    ]
     if expected.mpi:
         problems += [*_mpi(first, joined, expected), *_clocks(joined)]
     return sorted(problems, key=lambda problem: not problem.fatal)
@@ -70,9 +75,22 @@ def _silent(first: Sequence[dict[str, Any]], expected: Expected, hosts: Sequence
     spoke = {report["host"].split(".")[0] for report in first}
     silent = [host for host in hosts if host.split(".")[0] not in spoke]
     if silent and first:
-        return [Problem(f"no rank on {host} answered", "look at the launcher's messages above; exclude the host if it is broken", host) for host in silent]
+        return [
+            Problem(
+                f"no rank on {host} answered",
+                "look at the launcher's messages above; exclude the host if it is broken",
+                host,
+            )
+            for host in silent
+        ]
     if len(first) < expected.ranks:
-        return [Problem(f"{len(first)} of {expected.ranks} ranks answered", "look at the launcher's messages above", launcher=True)]
+        return [
+            Problem(
+                f"{len(first)} of {expected.ranks} ranks answered",
+                "look at the launcher's messages above",
+                launcher=True,
+            )
+        ]
     return []
 
 
@@ -123,7 +141,13 @@ def _cores(first: Sequence[dict[str, Any]], expected: Expected) -> list[Problem]
 def _mpi(first: Sequence[dict[str, Any]], joined: Sequence[dict[str, Any]], expected: Expected) -> list[Problem]:
     for report in joined:
         if "mpi_error" in report:
-            return [Problem(f"{report['host']}: {report['mpi_error']}", "install hpctrain[mpi] in the job's environment", report["host"])]
+            return [
+                Problem(
+                    f"{report['host']}: {report['mpi_error']}",
+                    "install hpctrain[mpi] in the job's environment",
+                    report["host"],
+                )
+            ]
     if not joined:
         fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
         return [Problem("MPI did not start on any rank", fix, launcher=True)] if first else []
@@ -135,7 +159,13 @@ def _mpi(first: Sequence[dict[str, Any]], joined: Sequence[dict[str, Any]], expe
             "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun", launcher=True,
         )]  # fmt: skip
     if sizes != {expected.ranks}:
-        return [Problem(f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}", "try launch.launcher: mpirun", launcher=True)]
+        return [
+            Problem(
+                f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}",
+                "try launch.launcher: mpirun",
+                launcher=True,
+            )
+        ]
     if len(joined) < expected.ranks:
         late = sorted({report["host"] for report in first} - {report["host"] for report in joined})
         where = f" on {', '.join(late)}" if late else ""
@@ -143,7 +173,13 @@ def _mpi(first: Sequence[dict[str, Any]], joined: Sequence[dict[str, Any]], expe
                         "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)", late[0] if late else None, launcher=True)]  # fmt: skip
     wrong = [report for report in joined if report["sum"] != expected.ranks * (expected.ranks - 1) // 2]
     if wrong:
-        return [Problem(f"an allreduce over all ranks gave a wrong sum on {wrong[0]['host']}", "exclude the host", wrong[0]["host"])]
+        return [
+            Problem(
+                f"an allreduce over all ranks gave a wrong sum on {wrong[0]['host']}",
+                "exclude the host",
+                wrong[0]["host"],
+            )
+        ]
     places = defaultdict(list)
     for report in joined:
         places[report["host"], report["local_rank"]].append(report["rank"])
@@ -153,7 +189,13 @@ def _mpi(first: Sequence[dict[str, Any]], joined: Sequence[dict[str, Any]], expe
                             "check that containers share the host's name and /dev/shm", host)]  # fmt: skip
     hosts = {report["host"] for report in joined}
     if len(hosts) != expected.nodes:
-        return [Problem(f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(sorted(hosts))})", "check launch.slurm.srun_options", launcher=True)]
+        return [
+            Problem(
+                f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(sorted(hosts))})",
+                "check launch.slurm.srun_options",
+                launcher=True,
+            )
+        ]
     return []
 
 
@@ -163,7 +205,11 @@ def _clocks(joined: Sequence[dict[str, Any]]) -> list[Problem]:
     if not times:
         return []
     middle = times[len(times) // 2]
-    off = {report["host"]: report["after"] - middle for report in joined if abs(report.get("after", middle) - middle) > CLOCK_S}
+    off = {
+        report["host"]: report["after"] - middle
+        for report in joined
+        if abs(report.get("after", middle) - middle) > CLOCK_S
+    }
     return [
         Problem(f"the clock of {host} is {seconds:+.0f} s off", "have the site synchronize it", host, fatal=False)
         for host, seconds in off.items()

@@ -73,10 +73,16 @@ def devices() -> list[str]:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return [word for word in (named or "").split(",") if word]
-    every = [line.split("UUID: ")[1].rstrip(")") for line in listed.splitlines() if line.startswith("GPU ") and "UUID" in line]
+    every = [
+        line.split("UUID: ")[1].rstrip(")")
+        for line in listed.splitlines()
+        if line.startswith("GPU ") and "UUID" in line
+    ]
     if named is None:
         return every
-    return [every[int(word)] if word.isdigit() and int(word) < len(every) else word for word in named.split(",") if word]
+    return [
+        every[int(word)] if word.isdigit() and int(word) < len(every) else word for word in named.split(",") if word
+    ]
 
 
 def join() -> dict:

@@ -77,7 +77,9 @@ def find(name: str, site: Path) -> Path:
     near = difflib.get_close_matches(name, known, n=1)
     raise UserError(
         f"there is no Slurm profile {name!r}",
-        f"did you mean {near[0]}?" if near else f"name one of {', '.join(known)}, or write {folders[0] / (name + '.toml')}",
+        f"did you mean {near[0]}?"
+        if near
+        else f"name one of {', '.join(known)}, or write {folders[0] / (name + '.toml')}",
     )
 
 
@@ -107,7 +109,11 @@ def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
 
 def _given(section: LaunchConfig | SlurmConfig) -> dict[str, Any]:
     """Fields that the user gave: neither empty nor ``auto``."""
-    fields = {entry.name: getattr(section, entry.name) for entry in dataclasses.fields(section) if entry.name in _allowed(type(section))}
+    fields = {
+        entry.name: getattr(section, entry.name)
+        for entry in dataclasses.fields(section)
+        if entry.name in _allowed(type(section))
+    }
     return {name: value for name, value in fields.items() if value not in (None, (), {}, "auto")}
 
 
@@ -137,7 +143,10 @@ def _checked(raw: dict[str, Any], path: Path) -> Layer:
         raise UserError(f"{path} has the key {sorted(extra)[0]!r}", "put everything under [launch] and [launch.slurm]")
     launch = raw.get("launch", {})
     slurm = launch.pop("slurm", {}) if isinstance(launch, dict) else {}
-    return {**_section(LaunchConfig, launch, f"{path}: launch"), "slurm": _section(SlurmConfig, slurm, f"{path}: launch.slurm")}
+    return {
+        **_section(LaunchConfig, launch, f"{path}: launch"),
+        "slurm": _section(SlurmConfig, slurm, f"{path}: launch.slurm"),
+    }
 
 
 def _section(section: type, values: Any, place: str) -> dict[str, Any]:

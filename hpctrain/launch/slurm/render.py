@@ -40,7 +40,9 @@ class JobScript:
     """The job is an array."""
 
 
-def job_script(config: Config, run_file: Path, logs: Path, bin_dir: Path | None, signal_s: int, array: str | None = None) -> JobScript:
+def job_script(
+    config: Config, run_file: Path, logs: Path, bin_dir: Path | None, signal_s: int, array: str | None = None
+) -> JobScript:
     """The script of a run.
 
     Args:

@@ -64,7 +64,11 @@ def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
     """
     record = _record(folder)
     files = [pair for source, copy in targets.items() for pair in _files(source, copy)]
-    todo = [(source, copy) for source, copy in files if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)]
+    todo = [
+        (source, copy)
+        for source, copy in files
+        if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)
+    ]
     _check_room(folder, sum(source.stat().st_size for source, _ in todo))
     for source, copy in todo:
         _copy(source, copy)
@@ -82,7 +86,7 @@ def unpack(archive: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _check_room(folder.parent, archive.stat().st_size)
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="fully_trusted")  # noqa: S202 (written by `pack`; links leave the folder: base Python)
+        tar.extractall(folder, filter="fully_trusted")
     record.write_text(stamp)
 
 
@@ -100,7 +104,10 @@ def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
     if source.is_dir():
         return [(path, copy / path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
     if not source.is_file():
-        raise UserError(f"launch.stage_in names {source}, which {socket.gethostname()} does not see", "correct the path, or put the file where all nodes see it")
+        raise UserError(
+            f"launch.stage_in names {source}, which {socket.gethostname()} does not see",
+            "correct the path, or put the file where all nodes see it",
+        )
     return [(source, copy)]
 
 
@@ -117,10 +124,16 @@ def _copy(source: Path, copy: Path) -> None:
             while block := reader.read(BLOCK_BYTES):
                 written.update(block)
         if read.digest() != written.digest():
-            raise RunFailed(f"{copy} on {socket.gethostname()} differs from what was written", f"exclude {socket.gethostname()}: its disk is broken")
+            raise RunFailed(
+                f"{copy} on {socket.gethostname()} differs from what was written",
+                f"exclude {socket.gethostname()}: its disk is broken",
+            )
         os.replace(temporary, copy)
     except OSError as error:
-        raise UserError(f"cannot stage {source} on {socket.gethostname()}: {error.strerror}", "name a folder with room in launch.slurm.scratch") from error
+        raise UserError(
+            f"cannot stage {source} on {socket.gethostname()}: {error.strerror}",
+            "name a folder with room in launch.slurm.scratch",
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

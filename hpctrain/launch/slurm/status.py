@@ -69,7 +69,9 @@ def of_run(run: RunDir) -> RunStatus:
         nodes=entry.nodes if entry else "",
         elapsed=entry.elapsed if entry else "",
         time_left=entry.left if entry else "",
-        progress=progress(run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time()),
+        progress=progress(
+            run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time()
+        ),
     )
 
 
@@ -81,7 +83,11 @@ def newest(jobs: Sequence[str]) -> client.QueueEntry | None:
 
 
 def progress(
-    events: Sequence[Mapping[str, Any]], info: Mapping[str, Any], checkpoint: int | None, stop_by: str | None, now: float
+    events: Sequence[Mapping[str, Any]],
+    info: Mapping[str, Any],
+    checkpoint: int | None,
+    stop_by: str | None,
+    now: float,
 ) -> Progress:
     """What events and run.json say; pure."""
     attempts = info.get("attempts", [])
@@ -136,12 +142,23 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         made = status.progress
         text.append(f"{status.run}")
         job = f"job {status.job} {status.state}" if status.job else status.state
-        text.append("  " + _join([job, status.reason, status.nodes, _pair(status.elapsed, "elapsed"), _pair(status.time_left, "left")]))
-        done = f"step {made.step}" + (f" of {made.steps}" if made.steps else "") if made.step is not None else "no step yet"
+        text.append(
+            "  "
+            + _join(
+                [job, status.reason, status.nodes, _pair(status.elapsed, "elapsed"), _pair(status.time_left, "left")]
+            )
+        )
+        done = (
+            f"step {made.step}" + (f" of {made.steps}" if made.steps else "")
+            if made.step is not None
+            else "no step yet"
+        )
         rate = f"{made.samples_per_s:.4g} samples/s" if made.samples_per_s else ""
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not made.ended else ""
         saved = f"checkpoint at {made.checkpoint}" if made.checkpoint is not None else ""
-        text.append("  " + _join([f"attempt {made.attempt}" if made.attempt else "no attempt yet", done, rate, ahead, saved]))
+        text.append(
+            "  " + _join([f"attempt {made.attempt}" if made.attempt else "no attempt yet", done, rate, ahead, saved])
+        )
         if made.ended:
             text.append(f"  last attempt: {made.ended}")
         if made.straggler:
@@ -170,6 +187,8 @@ def safe_of_run(run: RunDir) -> RunStatus:
     try:
         return of_run(run)
     except HpctrainError as error:
-        made = progress(run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time())
+        made = progress(
+            run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time()
+        )
         jobs = submissions(run)
         return RunStatus(str(run.path), jobs[-1].job if jobs else None, UNKNOWN, error.what, "", "", "", made)

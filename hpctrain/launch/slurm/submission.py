@@ -20,7 +20,17 @@ from hpctrain.launch.slurm import client, profile
 from hpctrain.launch.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run_dir import RunDir, write_atomically
 
-ALIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"}
+ALIVE = {
+    "PENDING",
+    "RUNNING",
+    "CONFIGURING",
+    "COMPLETING",
+    "SUSPENDED",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "RESIZING",
+    "STAGE_OUT",
+}
 """States of jobs that may still act on the run folder."""
 
 
@@ -59,7 +69,9 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir
     return config, RunDir(path.absolute()) if path.is_dir() and not config.run_dir else RunDir.for_config(config)
 
 
-def plan(config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1) -> Plan:
+def plan(
+    config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1
+) -> Plan:
     """Everything that a submission needs, checked; pure but for reading profiles, the run file and old events.
 
     Args:
@@ -185,8 +197,12 @@ def sweep(words: Sequence[str]) -> list[list[str]]:
         try:
             lines = Path(word).read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise UserError(f"--array {word}: {error.strerror}", "give a file of options, or key=value,value") from error
-        elements += [shlex.split(line, comments=True) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            raise UserError(
+                f"--array {word}: {error.strerror}", "give a file of options, or key=value,value"
+            ) from error
+        elements += [
+            shlex.split(line, comments=True) for line in lines if line.strip() and not line.lstrip().startswith("#")
+        ]
     if axes:
         elements += [list(itertools.chain.from_iterable(point)) for point in itertools.product(*axes)]
     if words and not elements:

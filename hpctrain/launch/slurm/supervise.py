@@ -77,17 +77,22 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     if config.task:
         staged = [f"--task_args={json.dumps(prepared.task_args)}"] if prepared.task_args != config.task_args else []
         quiet = ["--verbose"] if verbose else []
-        command = [prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *staged, *quiet]
+        wrap = config.launch.slurm.wrap
+        command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *staged, *quiet]
     else:
-        command = plain_command(config)
+        command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
     cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or 1)
-    threads = config.train.threads or config.launch.slurm.cpus_per_rank or threads_per_rank(cores, ranks_per_node(config.launch))
+    threads = (
+        config.train.threads
+        or config.launch.slurm.cpus_per_rank
+        or threads_per_rank(cores, ranks_per_node(config.launch))
+    )
     env = rank_environment(config, job.ranks, threads, verbose, os.environ)
     env |= prepared.launcher.environment({**os.environ, **env})
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
-    return Launch(prepared.launcher.words(command, named), env, job.ranks, speaks=bool(config.task))
+    return Launch(prepared.launcher.words(command, named), env, job.ranks, saves=bool(config.task))
 
 
 def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
