@@ -1,0 +1,28 @@
+"""``hpctrain bench``: measurements on this machine, each in a module with ``add_arguments(parser)`` and ``run(args)``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+BENCHMARKS = {
+    "step": "one training step: our reducers beside no exchange, DDP, plain Horovod and MultiWorkerMirroredStrategy",
+    "reduce": "the exchange of gradients alone, by size and reducer",
+    "data": "samples per second, and whether prefetch hides the reading",
+    "checkpoint": "stall, write and read of a checkpoint beside raw writes, torch.save and DCP",
+    "straggler": "recall, precision and latency of the monitor on replayed slow-downs",
+    "scaling": "a task at growing numbers of ranks, and what more nodes would give",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand for each benchmark."""
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, text in BENCHMARKS.items():
+        module = importlib.import_module(f"hpctrain.bench.{name}")
+        module.add_arguments(commands.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the chosen one; an exit code."""
+    return int(importlib.import_module(f"hpctrain.bench.{args.benchmark}").run(args))
