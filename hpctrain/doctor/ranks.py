@@ -83,4 +83,5 @@ def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Finding]:
     if not facts["threads"]:
         yield problem("MPI threads", "below level multiple", "use an MPI built with MPI_THREAD_MULTIPLE")
     if min(facts["cores"]) == 1 and max(facts["cores"]) < usable_cores():
-        yield note("binding", "each rank is bound to one core", "mpirun --bind-to none: loaders and helpers need cores too")
+        fix = "mpirun --bind-to none: loaders and helpers need cores too"
+        yield note("binding", "each rank is bound to one core", fix)

@@ -20,7 +20,8 @@ def findings(run_file: str | None) -> list[Finding]:
         config = settings(client.run(["scontrol", "show", "config"]))
     except HpctrainError as error:
         said = error.what.rsplit("error:", 1)[-1].rsplit("fatal:", 1)[-1].strip()
-        return [note("Slurm", f"installed but does not answer: {said}", "log in to a node of the cluster, or ask the site")]
+        fix = "log in to a node of the cluster, or ask the site"
+        return [note("Slurm", f"installed but does not answer: {said}", fix)]
     return [*site(config), *partitions(), *mpi_types(), *(script(run_file) if run_file else [])]
 
 
@@ -32,7 +33,8 @@ def settings(text: str) -> dict[str, str]:
 
 def site(config: dict[str, str]) -> Iterator[Finding]:
     """Version, requeue, accounting, signals at preemption."""
-    yield Finding("Slurm", f"{config.get('SLURM_VERSION', 'unknown version')}, cluster {config.get('ClusterName', '?')}")
+    version, cluster = config.get("SLURM_VERSION", "unknown version"), config.get("ClusterName", "?")
+    yield Finding("Slurm", f"{version}, cluster {cluster}")
     if config.get("JobRequeue") == "0":
         fix = "jobs ask for it with --requeue; where that is refused use submit --chain N"
         yield note("requeue", "off by default here", fix)

@@ -1,0 +1,84 @@
+"""What the user sees."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from hpctrain.track.console import BarConsole, PlainConsole, describe, duration, make_console, number
+
+STARTED = {
+    "event": "run_started",
+    "step": 0,
+    "ranks": 2,
+    "hosts": ["n1", "n2"],
+    "framework": "torch",
+    "reducer": "mpi",
+    "total_steps": 8,
+}
+
+
+def train(step: int) -> dict[str, object]:
+    return {"event": "train", "step": step, "loss": 0.5, "lr": 1.0, "samples_per_s": 123.4, "total_steps": 8}
+
+
+def test_a_batch_log_gets_plain_lines():
+    stream = io.StringIO()
+    console = make_console(0, stream)
+    for event in (STARTED, train(4), train(8), {"event": "eval", "step": 8, "metrics": {"accuracy": 0.9753}}):
+        console.event(event)
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "2 ranks on n1, n2: torch, reducer mpi, 8 steps"
+    assert lines[-2:] == ["step 8/8  loss 0.5  lr x1  123.4 samples/s", "step 8  validation: accuracy 0.9753"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_fast_steps_do_not_flood_a_log_but_the_last_one_is_shown():
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    for step in range(1, 9):
+        console.event(train(step))
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/8", "8/8"]
+
+
+def test_a_console_that_is_gone_does_not_end_the_run():
+    stream = io.StringIO()
+    stream.close()
+    console = PlainConsole(stream)
+    console.event(STARTED)
+    console.event(train(8))
+    console.stream.close()
+
+
+def test_a_terminal_gets_a_bar():
+    stream = io.StringIO()
+    console = make_console(100, stream)
+    assert isinstance(console, BarConsole)
+    for event in (STARTED, train(4), train(8)):
+        console.event(event)
+    console.close()
+    assert "8/8" in stream.getvalue()
+    assert "loss 0.5" in stream.getvalue()
+
+
+def test_a_terminal_is_left_alone_if_the_run_never_started():
+    stream = io.StringIO()
+    make_console(80, stream).close()
+    assert stream.getvalue().strip() in ("", "\x1b[?25h")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4.25, "4.2 s"), (185, "3 min 05 s"), (3599.7, "1 h 00 min"), (3725, "1 h 02 min")]
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_numbers_read_well():
+    assert [number(value) for value in (None, float("nan"), 0.123456, 123456.7)] == ["nan", "nan", "0.1235", "123,457"]
+
+
+def test_events_that_say_nothing_to_a_person_give_no_line():
+    assert describe({"event": "checkpoint_saved", "step": 1}) == ""
