@@ -18,6 +18,6 @@ def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
     found = json.loads(result.stdout.strip().splitlines()[-1])
     assert set(found) == {"mpi-node", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16", "horovod-flat", "horovod-flat-fp16"}
     for name, sums in found.items():
-        in_other_order = 2e-2 if name == "horovod-flat-fp16" else 1e-5  # four terms are added in MPI's own order
+        in_other_order = 2e-3 if name == "horovod-flat-fp16" else 2e-7  # four terms are added in MPI's own order
         assert sums["same"], name
         assert sums["difference"] <= (0 if ranks == 2 else in_other_order), name
