@@ -58,6 +58,36 @@ class AgentPlan:
         return cls(**{**fields, "layout": Layout(**fields["layout"]), "addresses": tuple(fields["addresses"])})
 
 
+class Ears:
+    """Waits for connections, messages and deaths."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.selector = selectors.DefaultSelector()
+
+    def register(self, source: socket.socket | Connection) -> None:
+        """Listens to a source from now on."""
+        self.selector.register(source, selectors.EVENT_READ)
+
+    def unregister(self, source: socket.socket | Connection) -> None:
+        """No longer; the source may be closed already."""
+        for descriptor, key in list(self.selector.get_map().items()):
+            if key.fileobj is source:
+                self.selector.unregister(descriptor)
+
+    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Sources that have something, after at most so many seconds. Deaths are handed to the node."""
+        for descriptor in self.node.new_lives():
+            self.selector.register(descriptor, selectors.EVENT_READ, data="life")
+        found = self.selector.select(seconds)
+        for key, _ in found:
+            if key.data == "life":
+                self.selector.unregister(key.fd)
+                os.close(key.fd)
+                self.node.hear_of_death()
+        return [entry for entry in found if entry[0].data != "life"]
+
+
 class ChiefAgent:
     """The first node's agent: its own node, and the connections of the others."""
 
@@ -68,19 +98,20 @@ class ChiefAgent:
         self.token = token
         self.connections: list[Connection] = []
         self.by_node: dict[int, Connection] = {}
-        self.selector = selectors.DefaultSelector()
+        self.ears = Ears(node)
 
     def run(self) -> None:
         """Until the ranks of this node have ended and the other agents have said their last."""
         if self.listener is not None:
             self.listener.setblocking(False)
-            self.selector.register(self.listener, selectors.EVENT_READ)
+            self.ears.register(self.listener)
         over_since: float | None = None
         while True:
             self.turn()
             now = time.monotonic()
             if over_since is None and self.node.all_over():
                 over_since = now
+                self.node.hear_of_death()
             if over_since is not None:
                 still = self.connections or self.chief.open_hang is not None
                 if not still or now - over_since > LINGER_S:
@@ -90,7 +121,7 @@ class ChiefAgent:
 
     def turn(self) -> None:
         """Hears everybody once."""
-        for key, _ in self.selector.select(POLL_S):
+        for key, _ in self.ears.select(POLL_S):
             if key.fileobj is self.listener:
                 self.accept()
         now = time.monotonic()
@@ -113,15 +144,14 @@ class ChiefAgent:
             stream, _ = self.listener.accept()
             connection = Connection(stream, self.token)
             self.connections.append(connection)
-            self.selector.register(connection, selectors.EVENT_READ)
+            self.ears.register(connection)
 
     def forget(self, connection: Connection) -> None:
         """Drops a connection that has ended."""
         self.connections.remove(connection)
         for key in [key for key, value in self.by_node.items() if value is connection]:
             del self.by_node[key]
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(connection)
+        self.ears.unregister(connection)
 
     def obey(self, commands: list[Command]) -> None:
         """Sends commands to their nodes; this node's own last, since they may end its ranks."""
@@ -145,11 +175,13 @@ class NodeAgent:
         self.token = token
         self.connection: Connection | None = None
         self.next_try = 0.0
+        self.ears = Ears(node)
 
     def run(self) -> None:
         """Until the ranks of this node have ended."""
         while not self.node.all_over():
             self.turn()
+        self.node.hear_of_death()
         self.turn()
         deadline = time.monotonic() + LINGER_S
         while self.connection and self.connection.wants_to_send and time.monotonic() < deadline:
@@ -163,21 +195,22 @@ class NodeAgent:
         if self.connection is None and now >= self.next_try:
             self.next_try = now + RECONNECT_S
             self.connection = connect(list(self.addresses), self.port, self.token)
+            if self.connection is not None:
+                self.ears.register(self.connection)
         messages = self.node.poll(now)
         if self.connection is None:
-            time.sleep(POLL_S)
+            self.ears.select(POLL_S)
             return
         for message in messages:
             self.connection.send(Message(message.kind, {"node": self.node.plan.node, **message.fields}, message.arrays))
         self.connection.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.connection, selectors.EVENT_READ)
-            selector.select(POLL_S)
+        self.ears.select(POLL_S)
         for command in self.connection.receive():
             for answer in self.node.answer(command):
                 self.connection.send(answer)
             self.connection.flush()
         if self.connection.closed:
+            self.ears.unregister(self.connection)
             self.connection = None
 
 

@@ -203,7 +203,9 @@ class Chief:
             for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1])
             if beat.state not in ("ended", "gone")
         ]
-        if not hang.culprits:
+        if hang.died:
+            living = []  # the launcher ends the others within milliseconds: there is nothing to read
+        elif not hang.culprits:
             living = list(hang.waiting[:DUMPED_CULPRITS])
         self.open_hang = OpenHang(hang, {beat.rank for beat in living}, {}, now + STACKS_S)
         if not living:

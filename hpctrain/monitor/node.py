@@ -71,6 +71,24 @@ class Node:
         self.next_reading = 0.0
         self.reading: host_counters.Reading | None = None
         self.next_rivals = 0.0
+        self.lives: dict[int, int] = {}
+        """Descriptors that become readable when a rank dies, by process number."""
+
+    def new_lives(self) -> list[int]:
+        """Descriptors of ranks that have joined since the last call; select them to hear of a death at once."""
+        fresh = []
+        for head in self.reader.heads():
+            pid = int(head[PID])
+            if head[STATE] != JOINING and pid not in self.lives:
+                self.lives[pid] = -1
+                with contextlib.suppress(OSError):
+                    self.lives[pid] = os.pidfd_open(pid)
+                    fresh.append(self.lives[pid])
+        return fresh
+
+    def hear_of_death(self) -> None:
+        """The next poll reports at once, before a launcher has ended the other ranks too."""
+        self.next_beat = 0.0
 
     def poll(self, now: float) -> list[Message]:
         """What there is to report."""

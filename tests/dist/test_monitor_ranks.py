@@ -55,9 +55,7 @@ def test_a_delayed_exchange_is_the_network_and_nobody_is_blamed(mpirun: Callable
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("trouble", ["stop_agent", "kill_agent"])
-def test_the_end_of_an_agent_does_not_touch_the_steps(
-    mpirun: Callable[..., Any], tmp_path: Path, trouble: str
-) -> None:
+def test_the_end_of_an_agent_does_not_touch_the_steps(mpirun: Callable[..., Any], tmp_path: Path, trouble: str) -> None:
     _, result = run(mpirun, 2, tmp_path, steps=300, trouble=trouble, victim=0)
     durations = json.loads(result.stdout.splitlines()[-1])["durations"]
     assert len(durations) == 300

@@ -1,0 +1,81 @@
+"""Hung ranks: who never arrived, where it stands, and an end that leaves nobody behind. Needs permission to trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.mpi import Result
+
+PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
+HANG_S = 4
+
+
+def run(
+    mpirun: Callable[..., Any], folder: Path, ranks: int = 2, **script: Any
+) -> tuple[dict[str, Any], Result, float]:
+    """Runs the loop into its hang: the event, the launcher's result, and seconds that it all took."""
+    monitor = {"hang_s": HANG_S, "on_hang": "abort"}
+    began = time.monotonic()
+    result = mpirun(ranks, PROGRAM, folder, json.dumps({"steps": 10_000, "monitor": monitor, **script}), check=False)
+    seconds = time.monotonic() - began
+    lines = (folder / "monitor" / "events.jsonl").read_text().splitlines()
+    [event] = [event for event in map(json.loads, lines) if event["event"] == "hang"]
+    return event, result, seconds
+
+
+def nobody_is_left(folder: Path, patience_s: float = 8.0) -> bool:
+    """Neither ranks nor agents, which may take some seconds to see that their ranks have gone."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        ranks = [int(file.read_text()) for file in folder.glob("pid-*")]
+        agents = [process for process in psutil.process_iter() if agent_of(process, folder)]
+        if not agents and not any(psutil.pid_exists(pid) for pid in ranks):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def agent_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process is a node agent that logs into this folder."""
+    try:
+        return any(file.path.startswith(str(folder)) for file in process.open_files())
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("trouble", ["stop", "spin"])
+def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(
+    mpirun: Callable[..., Any], tmp_path: Path, trouble: str, victim: int
+) -> None:
+    event, result, seconds = run(mpirun, tmp_path, trouble=trouble, victim=victim)
+    assert [rank["rank"] for rank in event["ranks"]] == [victim]
+    assert HANG_S <= event["silence_s"] <= HANG_S + 2
+    assert seconds < HANG_S + 20
+    assert event["step"] in (39, 40)
+    stack = (tmp_path / event["ranks"][0]["stack"]).read_text()
+    assert "befall" in stack
+    assert ("endless_loop" in stack) == (trouble == "spin")
+    [healthy] = event["healthy"]
+    assert healthy["rank"] == 1 - victim
+    assert "monitored_loop.py" in (tmp_path / healthy["stack"]).read_text()
+    assert event["action"] == "abort"
+    assert f"rank {victim} on" in result.output
+    assert result.returncode != 0
+    assert nobody_is_left(tmp_path)
+
+
+@pytest.mark.world_size(4)
+def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    event, _, _ = run(mpirun, tmp_path, ranks=4, trouble="die", victim=2)
+    assert event["kind"] == "died"
+    assert [(rank["rank"], rank["state"]) for rank in event["ranks"]] == [(2, "gone")]
+    assert nobody_is_left(tmp_path)
