@@ -95,7 +95,7 @@ class FlatGradients:
         view = self.views[index]
         if gradient is not view and gradient is not None:
             if gradient.is_sparse:
-                gradient = self._densify(index, gradient)
+                gradient = densify(self.names[index], gradient, self.sparse)
             if self.filled[index]:
                 view.add_(gradient)
             else:
@@ -119,13 +119,14 @@ class FlatGradients:
             self.ready(self.sent)
             self.sent += 1
 
-    def _densify(self, index: int, gradient: Tensor) -> Tensor:
-        if self.sparse == "refuse":
-            raise UserError(
-                f"the gradient of {self.names[index]} is sparse",
-                "make the layer with sparse=False, or set reduce.sparse: densify",
-            )
-        return gradient.to_dense()
+
+def densify(name: str, gradient: Tensor, sparse: Sparse) -> Tensor:
+    """A sparse gradient as a dense tensor, or UserError where that is not wanted."""
+    if sparse == "refuse":
+        raise UserError(
+            f"the gradient of {name} is sparse", "make the layer with sparse=False, or set reduce.sparse: densify"
+        )
+    return gradient.to_dense()
 
 
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:

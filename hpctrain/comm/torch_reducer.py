@@ -16,7 +16,7 @@ from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choo
 from hpctrain.comm.buckets import plan
 from hpctrain.comm.group import Group
 from hpctrain.comm.node_sum import FOLDER
-from hpctrain.comm.torch_gradients import FlatGradients
+from hpctrain.comm.torch_gradients import FlatGradients, Sparse, densify
 from hpctrain.comm.torch_horovod import horovod_sum
 from hpctrain.comm.torch_sums import TensorSum, mpi_sum
 from hpctrain.comm.totals import LOSS, SLOTS, WEIGHT, WEIGHTED, Totals, totals
@@ -63,8 +63,10 @@ class NoReducer:
 
     name = "none"
 
-    def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, Parameter]], sparse: Sparse = "densify") -> None:
+        self.named = parameters
         self.parameters = [parameter for _, parameter in parameters]
+        self.sparse = sparse
         self.last_backward = True
 
     def begin(self) -> None:
@@ -74,6 +76,9 @@ class NoReducer:
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
         """See Reducer."""
+        for name, parameter in self.named:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = densify(name, parameter.grad, self.sparse)
         slots = [0.0] * SLOTS
         slots[LOSS] = float(loss)
         if weight is not None:
@@ -140,7 +145,7 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
     """
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if candidate.kind == "none":
-        return NoReducer(parameters)
+        return NoReducer(parameters, config.sparse)
     dtype, device = _common(parameters)
     overlaps = candidate.way == "overlap"
     element_bytes = 8 if dtype == torch.float64 else 4

@@ -127,7 +127,7 @@ class TorchFramework:
             self.reducer = self._measure(micro_batches, global_samples)
         loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
-        finite, norm = self._finish_gradients(self.reducer.gradients(), totals, math.isfinite(loss[0]))
+        finite, norm = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
         if finite:
             self.optimizer.step()
             if self.average:
@@ -161,7 +161,7 @@ class TorchFramework:
         totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
         return (float(loss), float(weight)), totals
 
-    def _finish_gradients(self, gradients: list[Tensor], totals: Totals, own_finite: bool) -> tuple[bool, float | None]:
+    def _finish_gradients(self, reducer: Reducer, totals: Totals, own_finite: bool) -> tuple[bool, float | None]:
         """Divides by weights and loss scale, clips. Whether an update follows, and the norm where one was needed."""
         if self.scale is None and not math.isfinite(totals.loss):
             raise self._non_finite(own_finite)
@@ -169,7 +169,7 @@ class TorchFramework:
         multiplier = 1 / (totals.divisor * (self.scale.factor if self.scale else 1.0))
         norm = None
         if clip is not None or self.scale is not None:
-            norm = global_norm(gradients) * multiplier
+            norm = global_norm(reducer.gradients()) * multiplier
             if not math.isfinite(norm) or not math.isfinite(totals.loss):
                 if self.scale is None or not self.scale.overflowed():
                     raise self._non_finite(own_finite)
@@ -179,7 +179,7 @@ class TorchFramework:
             if clip is not None and norm > clip:
                 multiplier *= clip / norm
         if multiplier != 1:
-            torch._foreach_mul_(gradients, multiplier)
+            torch._foreach_mul_(reducer.gradients(), multiplier)
         return True, norm
 
     def _non_finite(self, own_finite: bool) -> NonFiniteLoss:

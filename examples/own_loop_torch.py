@@ -1,0 +1,37 @@
+"""Your own PyTorch loop on MPI ranks: python own_loop_torch.py, or mpirun -n 4 python own_loop_torch.py."""
+
+import torch
+from torch.nn import functional
+
+from hpctrain.comm.torch_reducer import broadcast, measured_reducer
+from hpctrain.comm.world import connect
+from hpctrain.config import ReduceConfig
+
+BATCH, STEPS = 64, 200  # samples of all ranks together
+
+torch.manual_seed(0)
+world = connect()
+model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+broadcast(world.data, list(model.state_dict().values()), "receive the weights")
+
+points = torch.rand(4096, 2) * 4 - 2
+values = (points[:, :1] * points[:, 1:]).sin()
+
+
+def gradients(reducer, step=0):
+    """This rank's share of a batch, and the sum over all ranks; gives the mean loss of the whole batch."""
+    batch = torch.arange(step * BATCH, (step + 1) * BATCH)[world.rank :: world.size] % len(points)
+    reducer.begin()
+    loss = functional.mse_loss(model(points[batch]), values[batch], reduction="sum") / BATCH
+    loss.backward()
+    return reducer.exchange(loss.detach()).loss
+
+
+reducer = measured_reducer(ReduceConfig(kind="auto"), world, model, rehearse=gradients)
+for step in range(STEPS):
+    loss = gradients(reducer, step)
+    optimizer.step()
+if world.rank == 0:
+    print(f"{world.size} ranks, reducer {reducer.name}: loss {loss:.6f}")
+reducer.close()

@@ -1,0 +1,234 @@
+"""Steps of three torch models with each way of exchanging gradients, in turns, on the ranks that run this program."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.bench.step import Row, parser_of_ranks, rows, write_rows
+from hpctrain.comm.auto import Candidate
+from hpctrain.comm.group import Group
+from hpctrain.comm.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
+from hpctrain.comm.world import World, connect
+from hpctrain.config import ReduceConfig
+from hpctrain.frameworks.torch_state import digest
+from hpctrain.tasks.torch_chartext import GPT
+
+WARMUP_STEPS = 3
+
+
+class Conv(nn.Sequential):
+    """Four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters."""
+
+    def __init__(self) -> None:
+        widths = (3, 32, 64, 128, 256)
+        blocks = [
+            nn.Sequential(nn.Conv2d(a, b, 3, stride=1 if a == 3 else 2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in zip(widths, widths[1:], strict=False)
+        ]
+        super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+
+
+def gpt() -> tuple[nn.Module, Tensor, Tensor]:
+    """Six blocks of width 256: 4.9 M parameters, 2 sequences of 128 tokens."""
+    tokens = torch.randint(256, (2, 129))
+    return GPT(256, 256, 6, 4, 128), tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
+
+
+def mlp() -> tuple[nn.Module, Tensor, Tensor]:
+    """784-2048-2048-10: 5.8 M parameters, 64 samples."""
+    layers = [nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)]
+    return nn.Sequential(*layers), torch.randn(64, 784), torch.randint(10, (64,))
+
+
+def conv() -> tuple[nn.Module, Tensor, Tensor]:
+    """Four blocks, 16 images of 32 x 32."""
+    return Conv(), torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt, "mlp": mlp, "conv": conv}
+
+
+class Contender(Protocol):
+    """One way of training; the models of all start with the same weights."""
+
+    def step(self) -> None:
+        """One update."""
+
+    def close(self) -> None:
+        """Leaves nothing running that could slow the next."""
+
+
+class Problem:
+    """A model on this rank's samples."""
+
+    def __init__(self, model: str, world: World) -> None:
+        torch.manual_seed(0)
+        self.model, _, _ = MODELS[model]()
+        torch.manual_seed(1 + world.rank)
+        _, self.inputs, self.targets = MODELS[model]()
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
+        """Mean over this rank's samples."""
+        return functional.cross_entropy(model(self.inputs).flatten(0, -2), self.targets)
+
+
+class Ours:
+    """A reducer of ours."""
+
+    def __init__(self, problem: Problem, reducer: Reducer, size: int) -> None:
+        self.problem, self.reducer, self.size = problem, reducer, size
+
+    def backward(self) -> None:
+        """All but the update."""
+        self.reducer.begin()
+        loss = self.problem.loss(self.problem.model) / self.size
+        loss.backward()
+        self.reducer.exchange(loss.detach())
+
+    def step(self) -> None:
+        """See Contender."""
+        self.backward()
+        self.problem.optimizer.step()
+
+    def close(self) -> None:
+        """See Contender."""
+        self.reducer.close()
+
+
+class Plain:
+    """A loop as its documentation shows it."""
+
+    def __init__(self, problem: Problem, model: Any, optimizer: Any, close: Callable[[], None] = lambda: None) -> None:
+        self.problem, self.model, self.optimizer, self.close = problem, model, optimizer, close
+
+    def step(self) -> None:
+        """See Contender."""
+        self.optimizer.zero_grad()
+        self.problem.loss(self.model).backward()
+        self.optimizer.step()
+
+
+def distributed_data_parallel(problem: Problem) -> Plain:
+    """torch's own, over gloo."""
+    return Plain(problem, nn.parallel.DistributedDataParallel(problem.model), problem.optimizer)
+
+
+def plain_horovod(problem: Problem) -> Plain:
+    """Horovod's DistributedOptimizer at its defaults."""
+    import horovod.torch as hvd
+
+    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # its default; an earlier start in this process may have set another
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(problem.optimizer, named_parameters=problem.model.named_parameters())
+    return Plain(problem, problem.model, optimizer, hvd.shutdown)
+
+
+class Choices:
+    """Makes contenders by name; what ``auto`` chose for a model is kept for its later turns."""
+
+    def __init__(self, world: World, compression: str) -> None:
+        self.world, self.compression = world, compression
+        self.chosen: dict[str, str] = {}
+
+    def make(self, contender: str, model: str) -> Contender:
+        """A contender with a fresh model."""
+        os.environ.pop("HOROVOD_CYCLE_TIME", None)
+        problem, size = Problem(model, self.world), self.world.data.size
+        if contender == "none":
+            return Ours(problem, NoReducer(list(problem.model.named_parameters())), 1)
+        if contender == "ddp":
+            return distributed_data_parallel(problem)
+        if contender == "horovod-plain":
+            return plain_horovod(problem)
+        if contender == "auto":
+            return Ours(problem, self._automatic(problem, model), size)
+        if contender in ("mpi", "horovod"):
+            config = ReduceConfig(kind=contender)  # type: ignore[arg-type]
+            return Ours(problem, measured_reducer(config, self.world, problem.model, lambda reducer: None), size)
+        return Ours(problem, make_reducer(Candidate.parse(contender), self.world.data, problem.model, ReduceConfig()), size)
+
+    def _automatic(self, problem: Problem, model: str) -> Reducer:
+        config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
+        reducer = measured_reducer(
+            config,
+            self.world,
+            problem.model,
+            lambda reducer: Ours(problem, reducer, self.world.data.size).backward(),
+            self.chosen.get(model),
+        )
+        self.chosen[model] = reducer.name
+        return reducer
+
+
+def timed(contender: Contender, steps: int, group: Group) -> list[float]:
+    """Seconds of each step, after some that are not counted."""
+    for _ in range(WARMUP_STEPS):
+        contender.step()
+    group.barrier("begin together")
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        contender.step()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def compare(model: str, contenders: Sequence[str], choices: Choices, rounds: int, steps: int) -> list[Row]:
+    """All contenders on one model, in turns."""
+    group = choices.world.data
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    equal = dict.fromkeys(contenders, True)
+    for _ in range(rounds):
+        for name in contenders:
+            contender = choices.make(name, model)
+            times[name] += timed(contender, steps, group)
+            hashes = group.allgather(digest(list(contender.problem.model.parameters())), "compare weights")  # type: ignore[attr-defined]
+            equal[name] &= len(set(hashes)) == 1
+            contender.close()
+            del contender
+    mine = {name: statistics.median(values) for name, values in times.items()}
+    everywhere = group.allgather(mine, "collect the times")
+    slowest = {name: max(rank[name] for rank in everywhere) for name in contenders}
+    return rows("torch", model, slowest, equal, choices.chosen.get(model))
+
+
+def join_gloo(world: World) -> None:
+    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0's address where its host name does not."""
+    free = socket.create_server(("", 0))
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1" if world.nodes == 1 else world.host)
+    where = world.everyone.broadcast([address, free.getsockname()[1]], "find rank 0")
+    free.close()
+    store = torch.distributed.TCPStore(where[0], where[1], world.size, is_master=world.rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+
+
+def main() -> None:
+    """Rank 0 writes the rows."""
+    args = parser_of_ranks().parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    world = connect()
+    contenders = args.contenders.split(",")
+    if "ddp" in contenders:
+        join_gloo(world)
+    choices = Choices(world, args.compression)
+    found = [
+        row for model in args.models.split(",") for row in compare(model, contenders, choices, args.rounds, args.steps)
+    ]
+    if world.rank == 0:
+        write_rows(args.out, found)
+    if "ddp" in contenders:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

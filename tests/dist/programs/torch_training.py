@@ -1,0 +1,217 @@
+"""Trains small torch models on these ranks, once a scenario; rank 0 prints what came out by scenario, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.comm.torch_reducer import NoReducer
+from hpctrain.comm.world import World, connect
+from hpctrain.errors import UserError
+from hpctrain.frameworks.torch import TorchFramework
+from hpctrain.train.framework import NonFiniteLoss
+from hpctrain.train.state import Placement
+from tests.support.torch_tasks import (
+    Words,
+    cut,
+    global_batches,
+    make_framework,
+    noisy_model,
+    samples,
+    train,
+    weighted_loss,
+)
+
+STEPS = 50
+
+
+def outcome(framework: TorchFramework, losses: list[float]) -> dict[str, Any]:
+    """Losses by step, and what must be equal on all ranks."""
+    group = framework.world.data
+    sums = []
+    for tensor in framework.state():
+        if tensor.placement is Placement.REPLICATED:
+            value = np.zeros(tensor.shape, tensor.dtype)
+            tensor.copy_into(value)
+            sums.append(float(np.sum(value, dtype=np.float64)))
+    return {
+        "losses": losses,
+        "reducer": framework.reducer.name if framework.reducer else None,
+        "hashes": group.allgather(framework.weights_hash(), "compare the weights"),
+        "replicated": group.allgather(sums, "compare the state"),
+    }
+
+
+def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: Any) -> dict[str, Any]:
+    """A run of a new model."""
+    framework = make_framework(world, **settings)
+    found = outcome(framework, train(framework, steps, accumulate))
+    framework.close()
+    return found
+
+
+def sabotaged(world: World) -> dict[str, Any]:
+    """Without the exchange, everything else as it is."""
+    framework = make_framework(world, reduce={"kind": "mpi"})
+    framework.close()
+    framework.reducer = NoReducer(list(framework.model.named_parameters()))
+    return outcome(framework, train(framework, STEPS))
+
+
+def not_finite(world: World) -> dict[str, Any]:
+    """One sample of the second batch, on the last rank, is not a number."""
+    framework = make_framework(world)
+    train(framework, 1)
+    batch = next(global_batches(1))
+    batch["x"] = batch["x"].copy()
+    batch["x"][-1, 0] = np.nan
+    before = framework.weights_hash()
+    try:
+        framework.step(cut(batch, world.rank, world.size), 30)
+        said = None
+    except NonFiniteLoss as error:
+        said = error.ranks
+    same = framework.weights_hash() == before
+    framework.close()
+    return {"ranks": world.data.allgather(said, "say it"), "unchanged": world.data.allgather(same, "say it")}
+
+
+def evaluated(world: World) -> dict[str, Any]:
+    """Validation sums over the ranks' parts, and predictions in order."""
+    framework = make_framework(world, ema_decay=0.9)
+    train(framework, 3)
+    parts = cut(samples(), world.rank, world.size)
+    found = [framework.evaluate(part) for part in parts]
+    outputs = [framework.predict(part)["output"].sum(1).tolist() for part in parts]
+    framework.close()
+    return {
+        "sums": world.data.allgather(found, "evaluate"),
+        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
+    }
+
+
+def noises(world: World) -> dict[str, Any]:
+    """Each rank's own random numbers, and statistics of its own samples."""
+    framework = make_framework(world, model=noisy_model)
+    train(framework, 2)
+    drawn = torch.rand(()).item()
+    statistics = next(iter(framework.model.buffers())).sum().item()
+    placed = {tensor.name: tensor.placement.value for tensor in framework.state()}
+    framework.close()
+    return {"drawn": world.data.allgather([drawn, statistics], "compare the noise"), "placed": placed}
+
+
+def overflowing(world: World) -> dict[str, Any]:
+    """An infinite gradient on one rank skips the update of all under fp16, and lowers the scale."""
+    framework = make_framework(world, precision="fp16")
+    train(framework, 1)
+    batch = next(global_batches(1))
+    batch["x"] = batch["x"].copy()
+    batch["x"][-1, 0] = 1e6
+    before, scale = framework.weights_hash(), framework.scale.factor
+    framework.step(cut(batch, world.rank, world.size), 30)
+    after = [framework.weights_hash() == before, framework.scale.factor / scale]
+    framework.close()
+    return {"after": world.data.allgather(after, "compare")}
+
+
+def interrupted(world: World) -> dict[str, Any]:
+    """Twelve updates, the first seven of them in another framework whose state is handed over by name."""
+    settings = {"model": noisy_model, "ema_decay": 0.9, "optimizer": adam, "reduce": {"kind": "mpi"}}
+    straight = make_framework(world, **settings)
+    losses = train(straight, 12)
+    digest = straight.weights_hash()
+    straight.close()
+    first = make_framework(world, **settings)
+    train(first, 7)
+    saved = {}
+    for tensor in first.state():
+        saved[tensor.name] = np.zeros(tensor.shape, tensor.dtype)
+        tensor.copy_into(saved[tensor.name])
+    first.close()
+    second = make_framework(world, **settings)
+    second.load(saved)
+    rest = []
+    for batch in list(global_batches(12))[7:]:
+        result = second.step(cut(batch, world.rank, world.size), len(batch["x"]))
+        total, weight = world.data.sum(np.array(result.sums()["loss"]), "average the loss")
+        rest.append(float(total / weight))
+    same = rest == losses[7:] and second.weights_hash() == digest
+    second.close()
+    return {"same": world.data.allgather(same, "compare")}
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """State with step counts."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def words(world: World, sparse: bool, mode: str = "densify") -> dict[str, Any]:
+    """Sparse gradients."""
+    try:
+        return trained(
+            world, 10, model=partial(Words, sparse), forward=lambda model, batch: model(batch), reduce={"sparse": mode}
+        )
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def rehearsed(world: World) -> dict[str, Any]:
+    """A measured choice leaves no trace in what is trained: noise and statistics are put back."""
+    losses = []
+    for way in (None, "mpi-node"):
+        framework = make_framework(world, model=noisy_model, way=way)
+        choices: list[Any] = []
+        framework.announce = choices.append
+        losses.append(train(framework, 5))
+        framework.close()
+        if way is None:
+            seconds = choices[0].seconds if choices else {}
+    return {"losses": losses, "measured": sorted(seconds)}
+
+
+WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
+
+SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
+    "auto": trained,
+    "mpi": lambda world: trained(world, reduce={"kind": "mpi"}),
+    "horovod": lambda world: trained(world, reduce={"kind": "horovod"}),
+    **{way: partial(trained, way=way) for way in WAYS},
+    "accumulate": lambda world: trained(world, accumulate=3, way="mpi-overlap"),
+    "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
+    "weighted": lambda world: trained(world, loss=weighted_loss),
+    "fp16-wire": lambda world: trained(world, way="mpi-flat-fp16"),
+    "bf16-wire": lambda world: trained(world, way="mpi-flat-bf16"),
+    "fp16-horovod": lambda world: trained(world, way="horovod-overlap-fp16"),
+    "bf16": lambda world: trained(world, precision="bf16"),
+    "fp16": lambda world: trained(world, precision="fp16", clip_norm=10.0),
+    "sparse": lambda world: words(world, sparse=True),
+    "dense": lambda world: words(world, sparse=False),
+    "refused": lambda world: words(world, sparse=True, mode="refuse"),
+    "sabotaged": sabotaged,
+    "not_finite": not_finite,
+    "evaluated": evaluated,
+    "noises": noises,
+    "overflowing": overflowing,
+    "interrupted": interrupted,
+    "rehearsed": rehearsed,
+}
+
+
+def main() -> None:
+    """Runs the scenarios that the command line names."""
+    torch.set_num_threads(1)
+    world = connect()
+    results = {name: SCENARIOS[name](world) for name in sys.argv[1:]}
+    if world.rank == 0:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

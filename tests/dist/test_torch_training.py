@@ -1,0 +1,153 @@
+"""PyTorch on real MPI ranks: 1, 2 and 4 train as one process does, by each reducer, with the same bits on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.mpi import mpirun
+
+PROGRAMS = Path(__file__).parent / "programs"
+ROOT = Path(__file__).parents[2]
+REDUCERS = ("auto", "mpi", "horovod", "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
+OPTIONS = ("accumulate", "clip", "weighted")
+"""What must not depend on the number of ranks, either."""
+ELSEWHERE = (
+    "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
+    "evaluated", "noises", "overflowing", "interrupted", "rehearsed",
+)  # fmt: skip
+
+pytestmark = pytest.mark.world_size(4)
+
+
+def run(program: str, ranks: int, *arguments: str) -> Any:
+    """What a program prints as JSON."""
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+@functools.cache
+def results(ranks: int) -> dict[str, Any]:
+    """All scenarios on so many ranks, run once."""
+    more = {1: ("evaluated",), 2: ELSEWHERE, 4: ()}[ranks]
+    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *more)
+    return found
+
+
+@functools.cache
+def by_hand(kind: str = "mean") -> list[float]:
+    """Losses of the plain loop."""
+    found: list[float] = run("torch_plain_loop.py", 1, kind)
+    return found
+
+
+def require_same_training(losses: list[float], wanted: list[float], rtol: float = 1e-4) -> None:
+    """Loss curves agree."""
+    np.testing.assert_allclose(losses, wanted, rtol=rtol)
+
+
+def require_equal_ranks(found: dict[str, Any]) -> None:
+    """Weights bit for bit, and the sums of all other replicated state."""
+    assert len(set(found["hashes"])) == 1
+    assert all(sums == found["replicated"][0] for sums in found["replicated"])
+
+
+@pytest.mark.parametrize("reducer", REDUCERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
+    found = results(ranks)[reducer]
+    assert len(found["losses"]) == 50
+    require_same_training(found["losses"], by_hand())
+    require_equal_ranks(found)
+    if ranks > 1 and "-" in reducer:
+        assert found["reducer"] == reducer
+
+
+@pytest.mark.parametrize(("option", "kind"), [("accumulate", "mean"), ("clip", "clip"), ("weighted", "weighted")])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str, kind: str) -> None:
+    found = results(ranks)[option]
+    require_same_training(found["losses"], by_hand(kind))
+    require_equal_ranks(found)
+
+
+def test_clipping_and_weights_matter() -> None:
+    for kind in ("clip", "weighted"):
+        with pytest.raises(AssertionError):
+            require_same_training(by_hand(kind), by_hand())
+
+
+def test_without_the_exchange_these_tests_fail() -> None:
+    found = results(2)["sabotaged"]
+    with pytest.raises(AssertionError):
+        require_equal_ranks(found)
+    with pytest.raises(AssertionError):
+        require_same_training(found["losses"], by_hand())
+
+
+@pytest.mark.parametrize(
+    ("scenario", "rtol"), [("fp16-wire", 0.01), ("fp16-horovod", 0.01), ("bf16-wire", 0.05), ("bf16", 0.05), ("fp16", 0.02)]
+)
+def test_low_precision_stays_near_and_ranks_stay_equal(scenario: str, rtol: float) -> None:
+    found = results(2)[scenario]
+    require_same_training(found["losses"], by_hand(), rtol)
+    with pytest.raises(AssertionError):
+        require_same_training(found["losses"], by_hand(), 1e-7)
+    require_equal_ranks(found)
+
+
+def test_sparse_gradients_become_dense_or_are_refused() -> None:
+    found = results(2)
+    require_same_training(found["sparse"]["losses"], found["dense"]["losses"], 1e-6)
+    require_equal_ranks(found["sparse"])
+    assert "embedding.weight is sparse" in found["refused"]["error"]
+    assert "fix:" in found["refused"]["error"]
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update() -> None:
+    found = results(2)["not_finite"]
+    assert found["ranks"] == [[1], [1]]
+    assert found["unchanged"] == [True, True]
+
+
+def test_an_overflow_skips_the_update_on_all_ranks() -> None:
+    assert results(2)["overflowing"]["after"] == [[True, 0.5], [True, 0.5]]
+
+
+def test_state_by_name_resumes_bit_for_bit() -> None:
+    assert results(2)["interrupted"]["same"] == [True, True]
+
+
+def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
+    one, two = results(1)["evaluated"], results(2)["evaluated"]
+
+    def means(found: dict[str, Any]) -> dict[str, float]:
+        parts = [part for rank in found["sums"] for part in rank]
+        return {
+            name: sum(part[name][0] for part in parts) / sum(part[name][1] for part in parts)
+            for name in ("loss", "accuracy")
+        }
+
+    assert means(one) == pytest.approx(means(two), rel=1e-5)
+    np.testing.assert_allclose(one["outputs"], two["outputs"], rtol=1e-4, atol=1e-5)
+
+
+def test_noise_and_statistics_are_each_ranks_own() -> None:
+    found = results(2)["noises"]
+    first, second = found["drawn"]
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert found["placed"]["model/1.running_mean"] == "rank"
+    assert found["placed"]["rng/torch"] == "rank"
+    assert found["placed"]["model/0.weight"] == "replicated"
+
+
+def test_measuring_leaves_no_trace() -> None:
+    found = results(2)["rehearsed"]
+    assert found["losses"][0] == found["losses"][1]
+    assert {"mpi-node", "horovod-flat", "horovod-overlap"} == set(found["measured"])

@@ -1,0 +1,135 @@
+"""Small torch tasks and data for tests, and a framework around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.config import Config, ReduceConfig, TrainConfig
+from hpctrain.data.order import part_of
+from hpctrain.frameworks.torch import TorchFramework, seed
+from hpctrain.task import TorchTask
+from hpctrain.train.clock import IntervalClock
+
+Batch = dict[str, NDArray[Any]]
+SAMPLES = 183
+GLOBAL_BATCH = 30
+"""The last batch of an epoch has 3 samples: the last of 4 ranks gets none."""
+
+
+def samples() -> Batch:
+    """float32 points, int64 classes, float32 weights, int64 words; always the same."""
+    random = np.random.default_rng(5)
+    points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
+    weights = random.integers(0, 4, SAMPLES).astype(np.float32)
+    words = random.integers(0, 50, (SAMPLES, 4))
+    return {"x": points, "y": points[:, :3].argmax(1).astype(np.int64), "w": weights, "words": words}
+
+
+def global_batches(count: int) -> Iterator[Batch]:
+    """Global batches in order, epoch after epoch."""
+    everything = samples()
+    starts = [*range(0, SAMPLES, GLOBAL_BATCH)]
+    for step in range(count):
+        begin = starts[step % len(starts)]
+        yield {name: array[begin : begin + GLOBAL_BATCH] for name, array in everything.items()}
+
+
+def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
+    """A rank's micro-batches of a global batch."""
+    part = part_of(len(batch["x"]), rank, size)
+    mine = {name: array[part] for name, array in batch.items()}
+    count = len(mine["x"])
+    pieces = [part_of(count, piece, accumulate) for piece in range(min(accumulate, count))]
+    return [{name: array[piece] for name, array in mine.items()} for piece in pieces]
+
+
+def plain_model() -> nn.Module:
+    """Nothing that depends on the rank."""
+    return nn.Sequential(nn.Linear(12, 31), nn.Tanh(), nn.Linear(31, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def noisy_model() -> nn.Module:
+    """Dropout and BatchNorm: each rank has its own noise and statistics."""
+    return nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 3))
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a parameter that has no part in the loss."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8, sparse=sparse)
+        self.head = nn.Linear(8, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Classes from the mean of the words."""
+        logits: Tensor = self.head(self.embedding(batch["words"]).mean(1))
+        return logits
+
+
+def mean_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy."""
+    return functional.cross_entropy(outputs, batch["y"])
+
+
+def weighted_loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy where samples weigh differently, some nothing."""
+    losses = functional.cross_entropy(outputs, batch["y"], reduction="none")
+    return (losses * batch["w"]).sum(), batch["w"].sum()
+
+
+def accuracy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Share of right answers."""
+    return (outputs.argmax(1) == batch["y"]).float().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """With momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def make_framework(
+    world: World,
+    model: Callable[[], nn.Module] = plain_model,
+    loss: Callable[..., Any] = mean_loss,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    forward: Callable[..., Any] | None = None,
+    way: str | None = None,
+    reduce: dict[str, Any] | None = None,
+    **train: Any,
+) -> TorchFramework:
+    """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate."""
+    seed(3)
+    made = model()
+    more = {} if forward is None else {"forward": forward}
+    task = TorchTask(made, loss, optimizer(made), train=None, metrics={"accuracy": accuracy}, **more)
+    config = Config(
+        name="test",
+        task="a:b",
+        seed=11,
+        train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
+        reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
+    )
+    framework = TorchFramework(task, world, config, IntervalClock())
+    framework.chosen_reducer = way
+    return framework
+
+
+def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[float]:
+    """Mean loss of each global batch, before its update."""
+    group = framework.world.data
+    losses = []
+    for batch in global_batches(steps):
+        result = framework.step(cut(batch, group.rank, group.size, accumulate), len(batch["x"]))
+        total, weight = group.sum(np.array(result.sums()["loss"]), "average the loss")
+        losses.append(float(total / weight))
+    return losses
