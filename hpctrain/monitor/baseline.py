@@ -75,4 +75,4 @@ class Baseline:
             return np.zeros(len(medians), dtype=bool)
         before = 1 + statistics.excess_of_each(self.busy)
         gained = (1 + statistics.excess_of_each(medians)) / before - 1
-        return (growth >= 1 + slow) & (gained >= np.maximum(slow, 3 * self.noise))
+        return (growth >= 1 + slow) & (gained >= np.maximum(slow, 2 * self.noise))

@@ -1,0 +1,204 @@
+"""Slow-downs put into healthy traces many times over, and how often the monitor says the right thing. Pure."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.bench.straggler_traces import Trace, resampled, simulated, slowed, slowed_processor
+from hpctrain.monitor.cause import COMPUTE
+from hpctrain.monitor.judge import Judge
+from hpctrain.monitor.verdict import Kind, State
+from hpctrain.monitor.window import CAUSES, Window
+from hpctrain.train.clock import Phase
+
+WINDOW = 32
+HORIZON = 256
+"""Steps after the onset within which a verdict counts."""
+CALM = 8 * WINDOW
+"""Healthy steps before the earliest onset."""
+ACCUSING = (Kind.RANK, Kind.HOST, Kind.PAUSES)
+WHERE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT, None)
+"""Phases that are slowed; None slows all of them alike."""
+
+Source = Callable[[int, int, np.random.Generator], Trace]
+"""Makes a healthy trace of so many ranks and steps."""
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A rank was named."""
+
+    rank: int
+    cause: str
+    window: int
+
+
+Detector = Callable[[Iterator[Window], int], list[Accusation]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of all trials with one kind of slow-down."""
+
+    ranks: int
+    where: str
+    share: float
+    trials: int
+    right_rank: float
+    """Share of trials in which the slow rank, and no other one, was named within the horizon."""
+    right_cause: float
+    """Share of trials in which its cause was right, too."""
+    innocents: int
+    """Healthy ranks that were named."""
+    latency_p50: float
+    """Steps from the onset to the end of the window that confirmed it."""
+    latency_p95: float
+
+
+def monitor(windows: Iterator[Window], ranks: int) -> list[Accusation]:
+    """Ours."""
+    judge = Judge([f"n{rank}" for rank in range(ranks)])
+    return [
+        Accusation(rank, verdict.cause, window.index)
+        for window in windows
+        for verdict in judge.judge(window)
+        if verdict.state is State.CONFIRMED and verdict.kind in ACCUSING
+        for rank in verdict.ranks
+    ]
+
+
+def on_step_times(windows: Iterator[Window], ranks: int) -> list[Accusation]:
+    """Ours, but fed with step times: what cannot work, because all ranks wait for the slowest one."""
+    return monitor((replace(window, busy=window.busy + window.wait) for window in windows), ranks)
+
+
+def by_rule(slow: Callable[[NDArray[np.floating]], NDArray[np.bool_]]) -> Detector:
+    """A rule on the window's medians of busy time, confirmed like ours by two windows in a row."""
+
+    def detect(windows: Iterator[Window], ranks: int) -> list[Accusation]:
+        found, before, named = [], np.zeros(ranks, dtype=bool), set()
+        for window in windows:
+            now = slow(np.median(window.busy, axis=1))
+            for rank in np.flatnonzero(now & before).tolist():
+                if rank not in named:
+                    named.add(rank)
+                    found.append(Accusation(rank, "", window.index))
+            before = now
+        return found
+
+    return detect
+
+
+DETECTORS: dict[str, Detector] = {
+    "hpctrain": monitor,
+    "the same on step times": on_step_times,
+    "ratio to the fastest < 0.75": by_rule(lambda m: m.min() / m < 0.75),
+    "mean + 3 sigma": by_rule(lambda m: m > m.mean() + 3 * m.std()),
+    "2 x median": by_rule(lambda m: m > 2 * np.median(m)),
+}
+
+
+def from_recorded(recorded: Trace) -> Source:
+    """Healthy traces from blocks of a recorded run."""
+    return lambda ranks, steps, rng: resampled(recorded, ranks, steps, rng)
+
+
+def from_simulation(ranks: int, steps: int, rng: np.random.Generator) -> Trace:
+    """Healthy traces with lognormal noise of 5% and 1% of steps that take twice as long."""
+    return simulated(ranks, steps, rng)
+
+
+def run_cell(
+    source: Source, ranks: int, where: Phase | None, share: float, trials: int, seed: int, detector: Detector = monitor
+) -> Cell:
+    """Many trials of one kind: a random rank becomes slow at a random step and stays so."""
+    rng = np.random.default_rng([seed, ranks, len(Phase) if where is None else int(where), round(1000 * share)])
+    right_rank = right_cause = innocents = 0
+    latencies = []
+    expected = COMPUTE if where is None else CAUSES[where]
+    for _ in range(trials):
+        rank, onset = int(rng.integers(ranks)), CALM + int(rng.integers(2 * WINDOW))
+        trace = source(ranks, onset + HORIZON + WINDOW, rng)
+        bad = slowed_processor(trace, rank, share, onset) if where is None else slowed(trace, rank, where, share, onset)
+        named = detector(bad.windows(WINDOW), ranks)
+        innocents += len({accusation.rank for accusation in named} - {rank})
+        mine = [accusation for accusation in named if accusation.rank == rank]
+        if not mine:
+            continue
+        latency = (mine[0].window + 1) * WINDOW - onset
+        in_time = 0 < latency <= HORIZON
+        latencies.append(latency)
+        right_rank += in_time and len({accusation.rank for accusation in named}) == 1
+        right_cause += in_time and mine[0].cause == expected
+    p50, p95 = np.percentile(latencies, [50, 95]) if latencies else (float("nan"),) * 2
+    return Cell(
+        ranks,
+        "all phases" if where is None else expected,
+        share,
+        trials,
+        right_rank / trials,
+        right_cause / trials,
+        innocents,
+        float(p50),
+        float(p95),
+    )
+
+
+def healthy(source: Source, ranks: int, rank_windows: int, seed: int) -> dict[str, Any]:
+    """False confirmations over many windows in which nothing is wrong."""
+    rng = np.random.default_rng([seed, ranks])
+    windows = named = done = 0
+    while done < rank_windows:
+        trace = source(ranks, 100 * WINDOW, rng)
+        named += len(monitor(trace.windows(WINDOW), ranks))
+        windows += 100
+        done += 100 * ranks
+    return {"ranks": ranks, "rank_windows": done, "false_confirmations": named}
+
+
+def compare(source: Source, ranks: int, share: float, trials: int, seed: int) -> list[dict[str, Any]]:
+    """All detectors on the same trials, over all phases."""
+    rows = []
+    for name, detector in DETECTORS.items():
+        cells = [run_cell(source, ranks, where, share, trials, seed, detector) for where in WHERE]
+        latencies = [cell.latency_p95 for cell in cells if np.isfinite(cell.latency_p95)]
+        rows.append(
+            {
+                "share": share,
+                "detector": name,
+                "found": float(np.mean([cell.right_rank for cell in cells])),
+                "innocents_per_trial": sum(cell.innocents for cell in cells) / (trials * len(cells)),
+                "latency_p95": max(latencies, default=float("nan")),
+            }
+        )
+    return rows
+
+
+def cost(ranks: int, windows: int = 10) -> dict[str, Any]:
+    """Seconds and memory that the judging of one window takes at this number of ranks."""
+    trace = simulated(ranks, 2 * WINDOW, np.random.default_rng(0))
+    pair = deque(trace.windows(WINDOW))
+    judge = Judge([f"n{rank // 8}" for rank in range(ranks)])
+    seconds = []
+    tracemalloc.start()
+    for index in range(windows):
+        window = replace(pair[index % 2], index=index)
+        begin = time.perf_counter()
+        judge.judge(window)
+        seconds.append(time.perf_counter() - begin)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {"ranks": ranks, "seconds_per_window": float(np.median(seconds)), "peak_bytes": peak}
+
+
+def as_json(cells: list[Cell]) -> list[dict[str, Any]]:
+    """For --json."""
+    return [asdict(cell) for cell in cells]
