@@ -5,33 +5,21 @@ from __future__ import annotations
 import configparser
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+from tests.support.install import ROOT, build_wheel, pip
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with hpctrain installed from a copy of the sources, which is deleted afterwards."""
-    room = tmp_path_factory.mktemp("package")
-    sources = room / "sources"
-    sources.mkdir()
-    for name in ("hpctrain", "slurm"):
-        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, sources)
-    target = room / "site"
-    subprocess.run(
-        [*PIP, "install", "--no-build-isolation", "--no-deps", "--target", target, sources],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    shutil.rmtree(sources)
+    """A folder with hpctrain installed from its wheel."""
+    target = tmp_path_factory.mktemp("installed")
+    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
+    pip(Path(sys.executable), "install", "--no-deps", "--target", target, wheel)
     return target
 
 

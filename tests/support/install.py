@@ -1,0 +1,31 @@
+"""hpctrain installed as users do it: from a wheel, into environments of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_wheel(room: Path) -> Path:
+    """A wheel of this checkout, built from a copy that is deleted afterwards."""
+    sources = room / "sources"
+    for name in ("hpctrain", "slurm"):
+        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, sources)
+    pip(Path(sys.executable), "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", room, sources)
+    shutil.rmtree(sources)
+    return next(room.glob("hpctrain-*.whl"))
+
+
+def pip(python: Path, *words: object) -> None:
+    """Runs pip of an environment; its output is part of the failure."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, words)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
