@@ -1,0 +1,27 @@
+"""A task that writes down which samples each rank trains on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain import TorchTask, World
+
+
+def task(world: World, folder: str, samples: int = 53) -> TorchTask:
+    """Linear regression; every sample carries its number."""
+    x = np.random.default_rng(0).normal(size=(samples, 4)).astype(np.float32)
+    data = {"x": x, "y": x.sum(axis=1, keepdims=True), "id": np.arange(samples)}
+    model = torch.nn.Linear(4, 1)
+    path = Path(folder) / f"seen-{world.rank}-{os.getpid()}"
+
+    def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            with open(path, "a") as file:
+                file.write(" ".join(map(str, batch["id"].tolist())) + "\n")
+        return torch.nn.functional.mse_loss(output, batch["y"])
+
+    return TorchTask(model=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), train=data)
