@@ -76,7 +76,7 @@ def write_contiguous(
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with h5py.File(temporary, "w", track_order=True, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+    with new_file(temporary, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
         file.attrs[NOTES] = json.dumps(source.notes)
         offsets = {
             name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
@@ -99,7 +99,7 @@ def write_chunked(
     on_progress: Callable[[int], None],
 ) -> None:
     """Chunks of whole samples; what reaches a chunk's end waits for the chunk, which is compressed once."""
-    with closing_quietly(h5py.File(temporary, "w", track_order=True)) as file:
+    with new_file(temporary) as file:
         file.attrs[NOTES] = json.dumps(source.notes)
         for name, field in fields.items():
             rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
@@ -119,15 +119,19 @@ def write_chunked(
 
 
 @contextlib.contextmanager
-def closing_quietly(file: h5py.File) -> Iterator[h5py.File]:
-    """After a failed write closing fails too: the first error is the one to tell."""
+def new_file(path: Path, **options: int) -> Iterator[h5py.File]:
+    """A file that is closed at the end; where a write failed closing fails too, and only the first error is told."""
+    file = h5py.File(path, "w", track_order=True, **options)
     try:
         yield file
     except BaseException:
         with contextlib.suppress(OSError, RuntimeError):
             file.close()
         raise
-    file.close()
+    try:
+        file.close()
+    except RuntimeError as error:  # what h5py makes of a full disk here
+        raise OSError(str(error)) from error
 
 
 def checked_blocks(source: Source, fields: Mapping[str, Field]) -> Iterator[tuple[int, Samples]]:

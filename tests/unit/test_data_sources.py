@@ -1,0 +1,57 @@
+"""Data that is not in files."""
+
+import numpy as np
+import pytest
+
+from hpctrain.data import Field, open_dataset
+from hpctrain.errors import UserError
+
+X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+Y = np.arange(20)
+
+
+def test_they_are_read_by_index() -> None:
+    dataset = open_dataset({"x": X, "y": Y.astype(">i4")})
+    assert dataset.fields == {"x": Field((3,), np.dtype(np.float32)), "y": Field((), np.dtype(np.int32))}
+    samples = dataset.read(np.array([5, 2, 5]))
+    assert np.array_equal(samples["x"], X[[5, 2, 5]])
+    assert samples["y"].dtype.isnative and samples["y"].tolist() == [5, 2, 5]
+
+
+def test_what_is_read_is_a_copy() -> None:
+    mine = X.copy()
+    open_dataset({"x": mine}).read(Y)["x"][:] = 0
+    assert np.array_equal(mine, X)
+
+
+def test_a_dataset_is_taken_as_it_is() -> None:
+    dataset = open_dataset({"x": X})
+    assert open_dataset(dataset) is dataset
+
+
+@pytest.mark.parametrize(
+    ("arrays", "what"),
+    [
+        ({"x": X, "y": Y[:-1]}, "different numbers of samples: 'x' 20, 'y' 19"),
+        ({"x": X[:0]}, "no samples"),
+        ({}, "no arrays"),
+        ({"x": np.array([{}, []], dtype=object)}, "'x' has dtype object"),
+        ({"x": np.array(["a"])}, "'x' has dtype <U1"),
+        ({"x": 3.0}, "without a sample axis"),
+    ],
+)
+def test_wrong_arrays_are_refused(arrays: dict[str, object], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        open_dataset(arrays)
+
+
+def test_a_missing_name_is_refused_with_those_present() -> None:
+    with pytest.raises(UserError) as caught:
+        open_dataset({"x": X, "y": Y}, fields=["label"])
+    assert "'label'" in caught.value.what and "x, y" in caught.value.fix
+
+
+@pytest.mark.parametrize("source", [5, [], [X], None])
+def test_anything_else_is_refused(source: object) -> None:
+    with pytest.raises(UserError, match="cannot be opened"):
+        open_dataset(source)

@@ -1,0 +1,183 @@
+"""Worker processes: the same samples as without, and no death, error or signal goes unnoticed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.data import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import Batch, TrainingData
+from hpctrain.data.workers import IN_WORKER
+from hpctrain.errors import RunFailed, UserError
+
+LENGTH = 53
+DATASET = open_dataset({"x": np.random.default_rng(0).normal(size=(LENGTH, 4)), "y": np.arange(LENGTH)})
+ORDER = Order(LENGTH, 12, 1)
+
+
+def noise(sample, rng):
+    return {"x": sample["x"] + rng.normal(size=4), "y": sample["y"], "worker": os.getpid()}
+
+
+def fail(sample, rng):
+    if sample["y"] == 17:
+        raise ValueError("odd angle")
+    return sample
+
+
+def die(sample, rng):
+    if sample["y"] == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def leave(sample, rng):
+    os._exit(3)
+
+
+def widen(sample, rng):
+    return {"x": rng.normal(size=1000)}
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, sample, rng):
+        return sample
+
+
+def take(number, workers, transform=noise, size=2, rank=0, dataset=DATASET) -> list[Batch]:
+    data = TrainingData(dataset, ORDER, rank, size, 2, workers=workers, transform=transform)
+    try:
+        return list(islice(data.starting_at(0, 4), number))
+    finally:
+        data.close()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_do_not_depend_on_workers(workers: int) -> None:
+    alone, helped = take(14, 0), take(14, workers)
+    for one, other in zip(alone, helped, strict=True):
+        assert (one.epoch, one.index, one.ends_epoch) == (other.epoch, other.index, other.ends_epoch)
+        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert np.array_equal(mine["x"], theirs["x"]) and np.array_equal(mine["y"], theirs["y"])
+    pids = {int(pid) for batch in helped for piece in batch.micro_batches for pid in piece["worker"]}
+    assert len(pids) == workers and os.getpid() not in pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rank_without_samples_gets_empty_parts() -> None:
+    batches = take(10, 2, size=30, rank=29)
+    assert all(batch.micro_batches == () and batch.global_samples for batch in batches)
+
+
+def test_files_are_read_by_the_workers(tmp_path: Path) -> None:
+    import h5py
+
+    values = np.arange(LENGTH * 3.0).reshape(LENGTH, 3)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(8, 3), compression="gzip")
+        file["y"] = np.arange(LENGTH)
+    for batch in take(8, 2, transform=None, dataset=open_dataset(tmp_path / "a.h5")):
+        assert np.array_equal(np.concatenate([piece["x"] for piece in batch.micro_batches]), values[batch.sample_ids])
+
+
+def test_results_may_outgrow_the_first() -> None:
+    """The first batch is the small last one of an epoch."""
+    for one, other in zip(take(12, 0, widen), take(12, 1, widen), strict=True):
+        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert np.array_equal(mine["x"], theirs["x"])
+
+
+def test_an_error_names_the_sample() -> None:
+    with pytest.raises(
+        UserError, match=r"sample 17 in epoch \d: ValueError: odd angle \(test_data_workers.py:\d+ in fail"
+    ):
+        take(20, 2, fail)
+
+
+@pytest.mark.parametrize(("transform", "how"), [(die, "was killed by SIGKILL"), (leave, "ended with exit code 3")])
+def test_a_death_is_reported(transform: object, how: str) -> None:
+    with pytest.raises(RunFailed, match=rf"data worker \d \(process \d+\) {how} while it made samples \[\d+, "):
+        take(20, 2, transform)
+
+
+def test_signals_to_all_processes_do_not_end_workers() -> None:
+    data = TrainingData(DATASET, ORDER, 0, 1, workers=1, transform=noise)
+    batches = data.starting_at(0, 0)
+    worker = int(next(batches).micro_batches[0]["worker"][0])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker, number)
+    assert len(list(islice(batches, 10))) == 10
+    data.close()
+
+
+@pytest.mark.parametrize("transform", [lambda sample, rng: sample, Locked()])
+def test_what_cannot_be_sent_is_refused(transform: object) -> None:
+    with pytest.raises(UserError, match="cannot be sent to worker processes"):
+        take(1, 1, transform)
+
+
+def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IN_WORKER, "1")
+    with pytest.raises(UserError, match="tried to start data workers of its own"):
+        take(1, 1)
+
+
+PROGRAM = """
+import os, sys
+import numpy as np
+from hpctrain.data import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData
+
+def double(sample, rng):
+    return {"x": sample["x"] * 2, "rank": "OMPI_COMM_WORLD_RANK" in os.environ}
+
+if __name__ == "__main__":
+    order = Order(10, 10, shuffle="none")
+    data = TrainingData(open_dataset({"x": np.arange(10)}), order, 0, 1, workers=1, transform=double)
+    batch = next(data.starting_at(0, 0))
+    print(batch.micro_batches[0]["x"].tolist(), batch.micro_batches[0]["rank"].any(), flush=True)
+    if sys.argv[1:] == ["die"]:
+        print(data.pool.workers[0].process.pid, flush=True)
+        os.kill(os.getpid(), 9)
+    data.close()
+"""
+
+
+def run_program(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "my program.py").write_text(PROGRAM)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMPI_COMM_WORLD_RANK": "0"}
+    command = [sys.executable, str(tmp_path / "my program.py"), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_a_transform_may_stand_in_the_main_program(tmp_path: Path) -> None:
+    """And the worker does not take itself for a rank."""
+    done = run_program(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18] False\n"
+    assert not done.stderr
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "die")
+    assert done.returncode == -signal.SIGKILL
+    worker = Path(f"/proc/{int(done.stdout.splitlines()[-1])}")
+    for _ in range(1000):  # capture_output waited for the worker to close its standard output already
+        if not worker.exists():
+            return
+        os.sched_yield()
+    assert worker.joinpath("stat").read_text().split()[2] == "Z"
