@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         compiler=compiler,
         mpi=mpi.version,
         mpi_rpath=mpi.rpath,
-        cuda=repr(cuda) if cuda else None,
+        cuda=cuda.identity if cuda else None,
     )
     built = False
     wheel = _cached_wheel(cache, recipe)

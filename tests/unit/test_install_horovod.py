@@ -14,6 +14,7 @@ from hpctrain.errors import UserError
 from hpctrain.horovod_wheel import patch
 from hpctrain.horovod_wheel.build import explain_log
 from hpctrain.horovod_wheel.recipe import Recipe
+from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py
 
 RECIPE = Recipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
 
@@ -112,3 +113,21 @@ def test_a_compiler_without_cxx20_is_named(tmp_path: Path) -> None:
     done = install_horovod(tmp_path / "cache", PATH=path, CXX=str(old))
     assert done.returncode == 64
     assert "old-g++ 9.4 does not compile C++20" in done.stderr
+
+
+def test_another_mpi_than_mpi4pys_is_refused() -> None:
+    other = Mpi(Path("/opt/other/bin/mpicc"), Path("/opt/other/lib/libmpi.so"), "Other MPI 1.0, of no one")
+    with pytest.raises(UserError, match=r"mpi4py loads .*/opt/other/bin/mpicc belongs to Other MPI 1\.0") as caught:
+        check_mpi4py(other)
+    assert "--no-binary mpi4py" in caught.value.fix
+    assert other.rpath == "/opt/other/lib"
+
+
+def test_an_mpi_inside_this_environment_is_found_relative_to_the_wheel() -> None:
+    assert Mpi(Path("mpicc"), Path(sys.prefix).resolve() / "lib/libmpi.so.40", "Open MPI").rpath == ""
+
+
+def test_cuda_is_told_apart_by_versions_not_by_folders(tmp_path: Path) -> None:
+    (tmp_path / "nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 29\n#define NCCL_PATCH 7\n")
+    cuda = Cuda(Path("/opt/cuda"), "13.0", tmp_path, Path("libnccl.so.2"), "80,90")
+    assert cuda.identity == "CUDA 13.0 for 80,90, NCCL 2.29.7"
