@@ -251,6 +251,13 @@ class TestWriting:
         assert np.array_equal(read("b.h5")["x"], X)
         assert open_dataset("a.h5").fingerprint() == open_dataset("b.h5").fingerprint()
 
+    @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64"])
+    def test_all_kinds_of_numbers(self, dtype: str) -> None:
+        values = (RNG.random((50, 3)) * 100).astype(dtype)
+        for options in ({}, {"chunk_samples": 4}):
+            write_hdf5(Path("a.h5"), from_dataset(open_dataset({"x": values})), overwrite=True, **options)
+            assert np.array_equal(read("a.h5")["x"], values) and read("a.h5")["x"].dtype == dtype
+
     def test_the_same_input_makes_the_same_bytes(self) -> None:
         np.savez("a.npz", x=X, y=Y)
         pack("a.npz", "-o", "a.h5")

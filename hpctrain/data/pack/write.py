@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -76,17 +77,18 @@ def write_contiguous(
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with new_file(temporary, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
-        file.attrs[NOTES] = json.dumps(source.notes)
-        offsets = {
-            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
-            for name, field in fields.items()
-        }
-    with temporary.open("r+b") as raw:
+    with PatientFile(temporary, "w+b") as raw:
+        with h5py.File(raw, "w", track_order=True, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+            file.attrs[NOTES] = json.dumps(source.notes)
+            offsets = {
+                name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
+                for name, field in fields.items()
+            }
         for begin, block in checked_blocks(source, fields):
             for name, values in block.items():
                 raw.seek(offsets[name] + begin * fields[name].num_bytes)
-                raw.write(values.data)
+                raw.write(values.reshape(-1).view(np.uint8))
+            raw.check()
             on_progress(len(values))
 
 
@@ -99,39 +101,59 @@ def write_chunked(
     on_progress: Callable[[int], None],
 ) -> None:
     """Chunks of whole samples; what reaches a chunk's end waits for the chunk, which is compressed once."""
-    with new_file(temporary) as file:
-        file.attrs[NOTES] = json.dumps(source.notes)
-        for name, field in fields.items():
-            rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
-            file.create_dataset(
-                name,
-                (source.length, *field.shape),
-                field.dtype,
-                chunks=(rows, *field.shape),
-                compression=compression,
-                shuffle=compression is not None,
-                rdcc_nbytes=2 * rows * field.num_bytes,
-            )
-        for begin, block in checked_blocks(source, fields):
-            for name, values in block.items():
-                file[name][begin : begin + len(values)] = values
-            on_progress(len(values))
+    with PatientFile(temporary, "w+b") as raw:
+        with h5py.File(raw, "w", track_order=True) as file:
+            file.attrs[NOTES] = json.dumps(source.notes)
+            for name, field in fields.items():
+                rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
+                file.create_dataset(
+                    name,
+                    (source.length, *field.shape),
+                    field.dtype,
+                    chunks=(rows, *field.shape),
+                    compression=compression,
+                    shuffle=compression is not None,
+                    rdcc_nbytes=2 * rows * field.num_bytes,
+                )
+            for begin, block in checked_blocks(source, fields):
+                for name, values in block.items():
+                    file[name][begin : begin + len(values)] = values
+                raw.check()
+                on_progress(len(values))
+        raw.check()
 
 
-@contextlib.contextmanager
-def new_file(path: Path, **options: int) -> Iterator[h5py.File]:
-    """A file that is closed at the end; where a write failed closing fails too, and only the first error is told."""
-    file = h5py.File(path, "w", track_order=True, **options)
-    try:
-        yield file
-    except BaseException:
-        with contextlib.suppress(OSError, RuntimeError):
-            file.close()
-        raise
-    try:
-        file.close()
-    except RuntimeError as error:  # what h5py makes of a full disk here
-        raise OSError(str(error)) from error
+class PatientFile(io.FileIO):
+    """Keeps its first failure for later and fails no more: libhdf5 crashes on closing what it could not write."""
+
+    failure: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        """See FileIO."""
+        rest = memoryview(content).cast("B")
+        num_bytes = len(rest)
+        with self._patience():
+            while len(rest):
+                rest = rest[super().write(rest) :]
+        return num_bytes
+
+    def truncate(self, size: int | None = None) -> int:
+        """See FileIO."""
+        with self._patience():
+            super().truncate(size)
+        return self.tell() if size is None else size
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def check(self) -> None:
+        """Raises the failure, if there was one."""
+        if self.failure:
+            raise self.failure
 
 
 def checked_blocks(source: Source, fields: Mapping[str, Field]) -> Iterator[tuple[int, Samples]]:
