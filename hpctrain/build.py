@@ -22,7 +22,10 @@ from hpctrain.task import KerasTask, Task, TorchTask
 from hpctrain.task_loader import load_task
 from hpctrain.track.console import make_console
 from hpctrain.track.jsonl import EventsHook
+from hpctrain.track.mlflow import MlflowSink
+from hpctrain.track.prometheus import PrometheusSink
 from hpctrain.track.sink import Sink
+from hpctrain.track.tensorboard import TensorBoardSink
 from hpctrain.train.clock import StepClock
 from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.framework import Framework
@@ -102,13 +105,23 @@ def make_hooks(
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, run_dir.append_event, fresh))
     hooks.append(MonitorHook(monitor))
-    hooks.append(EventsHook(run_dir, monitor.clock, config.track.every_steps, make_sinks(config, session)))
+    hooks.append(EventsHook(run_dir, monitor.clock, config.track.every_steps, make_sinks(config, session, run_dir)))
     return hooks
 
 
-def make_sinks(config: Config, session: Session) -> list[Sink]:
+def make_sinks(config: Config, session: Session, run_dir: RunDir) -> list[Sink]:
     """Who hears of the run's events, on rank 0."""
-    return [make_console(shown_columns())] if session.world.rank == 0 else []
+    if session.world.rank != 0:
+        return []
+    track = config.track
+    sinks: list[Sink] = [make_console(shown_columns())]
+    if track.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.path / "tensorboard"))
+    if track.prometheus:
+        sinks.append(PrometheusSink(track.prometheus, config.name))
+    if track.mlflow:
+        sinks.append(MlflowSink(run_dir, track.mlflow, track.mlflow_experiment))
+    return sinks
 
 
 def make_trainer(

@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     if parser.get_default("command") == "run":
         parser.add_argument("-n", "--ranks", type=int, default=None, help="ranks to start; by default 1")
+        parser.add_argument("--fresh", action="store_true", help="put aside what is there and begin again")
         parser.add_argument("--doctor", action="store_true", help="examine MPI between the ranks instead of training")
         parser.add_argument("--json", action="store_true", help="with --doctor: JSON")
     add_run_file(parser)
@@ -46,7 +47,7 @@ def run_locally(args: argparse.Namespace) -> int:
     ranks = args.ranks or config.launch.ranks_per_node or 1
     if ranks < 1:
         raise UserError(f"-n {ranks}", "start 1 rank or more")
-    verbose = ["--verbose"] if args.verbose else []
-    verdict = local.run(config, ranks, ["train", args.run_file, *args.overrides, *verbose], args.verbose)
+    flags = [f"--{name}" for name in ("verbose", "fresh") if getattr(args, name)]
+    verdict = local.run(config, ranks, ["train", args.run_file, *args.overrides, *flags], args.verbose)
     report(verdict, RunDir.for_config(config))
     return ExitCode(verdict.exit_code)

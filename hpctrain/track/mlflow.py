@@ -1,0 +1,100 @@
+"""MLflow beside the run: a process of its own follows the events, so that no server can hold up or end training."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.errors import MissingExtra
+from hpctrain.run_dir import RunDir
+
+FLUSH_S = 20.0
+"""Longest wait at the end of a run for a server that answers."""
+PATIENCE_S = 1.0
+"""Longest wait for one that does not."""
+LOOK_S = 0.05
+
+
+class MlflowSink:
+    """Starts the follower with the first event and tells it when the attempt is over.
+
+    The follower reads events.jsonl and keeps its position in <run folder>/mlflow.json: what a dead server missed is
+    sent when it is back, by this attempt, the next one, or ``hpctrain track sync``.
+    """
+
+    def __init__(self, run_dir: RunDir, uri: str, experiment: str) -> None:
+        """
+        Raises:
+            MissingExtra: mlflow is not installed.
+        """
+        if importlib.util.find_spec("mlflow") is None:
+            raise MissingExtra("mlflow", "mlflow")
+        self.run_dir, self.uri, self.experiment = run_dir, uri, experiment
+        self.follower: subprocess.Popen[bytes] | None = None
+        self.told = False
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """See Sink. The events themselves reach the follower through the file."""
+        if self.follower is None:
+            words = [str(self.run_dir.path), self.uri, self.experiment]
+            with open(self.run_dir.logs / "mlflow.out", "ab") as log, contextlib.suppress(OSError):
+                self.follower = subprocess.Popen(
+                    [sys.executable, "-m", "hpctrain.track.mlflow_follower", *words],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                )
+        problem = position(self.run_dir).get("problem")
+        if problem and not self.told:
+            self.told = True
+            print(
+                f"hpctrain: MLflow at {self.uri} does not take the run's metrics: {problem}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """See Sink. Waits while the server takes what is left, and hardly at all for one that does not answer."""
+        if self.follower is None or self.follower.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            self.follower.stdin.close()  # the follower's sign that no more events come
+        begin = time.monotonic()
+        while self.follower.poll() is None:
+            waited = time.monotonic() - begin
+            answers = not position(self.run_dir).get("problem")
+            if waited > (FLUSH_S if answers else PATIENCE_S):
+                self.follower.kill()
+                self.follower.wait()
+                break
+            time.sleep(LOOK_S)
+        left = unsent_bytes(self.run_dir)
+        if left:
+            print(
+                f"hpctrain: MLflow at {self.uri} lacks the newest events; "
+                f"hpctrain track sync {self.run_dir.path} sends them when it is back",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def position(run_dir: RunDir) -> dict[str, Any]:
+    """What the follower has written down: run_id, offset of the first byte not sent, problem."""
+    try:
+        return dict(json.loads((run_dir.path / "mlflow.json").read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def unsent_bytes(run_dir: RunDir) -> int:
+    """Bytes of events.jsonl that the server has not taken."""
+    try:
+        return run_dir.events.stat().st_size - int(position(run_dir).get("offset", 0))
+    except OSError:
+        return 0

@@ -1,0 +1,209 @@
+"""The process that reads a run's events and gives them to MLflow. Started by ``MlflowSink`` and ``track sync``."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpctrain.events import Event, decode
+from hpctrain.run_dir import RunDir, write_atomically
+from hpctrain.track.mlflow import position
+from hpctrain.track.scalars import scalars
+
+BATCH = 500
+"""Metrics in one request; MLflow takes 1000."""
+READ_BYTES = 1 << 18
+"""Bytes of events read at a time: the position is saved after each."""
+LOOK_S = 0.5
+"""Seconds between two looks for new events."""
+RETRY_S = 2.0
+"""Seconds until a server that failed is asked again."""
+QUIET = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+
+
+class Follower:
+    """Sends what has not been sent. ``client`` is MLflow's own MlflowClient."""
+
+    def __init__(self, run_dir: RunDir, client: Any, uri: str, experiment: str) -> None:
+        self.run_dir, self.client, self.uri, self.experiment = run_dir, client, uri, experiment
+        saved = position(run_dir)
+        known = saved if saved.get("uri") == uri else {}
+        self.run_id: str | None = known.get("run_id")
+        self.offset = int(known.get("offset", 0))
+        self.problem: str | None = None
+
+    def send(self) -> bool:
+        """One portion; whether there was any. Raises what MLflow raises."""
+        content = self.unread()
+        if not content:
+            return False
+        if self.run_id is None:
+            self.run_id = self.open_run()
+            self.save()
+        events = decode(content)
+        self.log_metrics(events)
+        for event in events:
+            if event["event"] == "run_started":
+                self.client.set_tag(self.run_id, "hpctrain.attempt", str(event["attempt"]))
+                self.client.update_run(self.run_id, status="RUNNING")
+            elif event["event"] == "run_finished":
+                self.finish(event)
+        self.offset += len(content)
+        self.problem = None
+        self.save()
+        return True
+
+    def unread(self) -> bytes:
+        """Whole lines that have not been sent."""
+        try:
+            with open(self.run_dir.events, "rb") as file:
+                file.seek(self.offset)
+                content = file.read(READ_BYTES)
+        except FileNotFoundError:
+            return b""
+        return content[: content.rfind(b"\n") + 1]
+
+    def open_run(self) -> str:
+        """A new run with the configuration as parameters."""
+        config = yaml.safe_load(self.run_dir.run_yaml.read_text(encoding="utf-8"))
+        found = self.client.get_experiment_by_name(self.experiment)
+        place = artifact_location(self.uri)
+        experiment = found.experiment_id if found else self.client.create_experiment(self.experiment, place)
+        info = self.run_dir.info()
+        tags = {"hpctrain.run_folder": str(self.run_dir.path), "hpctrain.id": str(info.get("id"))}
+        attempts = info.get("attempts") or [{}]
+        if attempts[-1].get("git_commit"):
+            tags["mlflow.source.git.commit"] = str(attempts[-1]["git_commit"])
+        run_id = str(self.client.create_run(experiment, run_name=config["name"], tags=tags).info.run_id)
+        from mlflow.entities import Param
+
+        params = [Param(key, str(value)[:6000]) for key, value in flat(config) if value is not None]
+        for begin in range(0, len(params), 100):
+            self.client.log_batch(run_id, params=params[begin : begin + 100])
+        return run_id
+
+    def log_metrics(self, events: Iterable[Event]) -> None:
+        """Scalars of the events, with their own steps and times."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, int(event["time"] * 1000), event["step"])
+            for event in events
+            for name, value in scalars(event).items()
+        ]
+        for begin in range(0, len(metrics), BATCH):
+            self.client.log_batch(self.run_id, metrics=metrics[begin : begin + BATCH])
+
+    def finish(self, event: Mapping[str, Any]) -> None:
+        """Artifacts and status; a stopped run goes on under the same id when it is resumed."""
+        for path in (self.run_dir.run_yaml, self.run_dir.run_json):
+            if path.is_file():
+                self.client.log_artifact(self.run_id, str(path))
+        status = "KILLED" if event["reason"] == "stop_requested" else "FINISHED"
+        self.client.set_terminated(self.run_id, status, int(event["time"] * 1000))
+
+    def save(self) -> None:
+        """Position and problem, for the sink, the next attempt and ``track sync``."""
+        fields = {"uri": self.uri, "run_id": self.run_id, "offset": self.offset, "problem": self.problem}
+        write_atomically(self.run_dir.path / "mlflow.json", json.dumps(fields).encode())
+
+
+def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
+    """Sends until the run is over and everything is sent; False where the run is over and the server does not take it.
+
+    Args:
+        follower: sends.
+        is_over: waits so many seconds for the end of the run, and says whether it has come.
+    """
+    over = False
+    while True:
+        try:
+            if follower.send():
+                continue
+            if over:
+                return True
+        except Exception as error:  # whatever a server, a proxy or a wrong address brings about
+            follower.problem = " ".join(str(error).split())[:300] or type(error).__name__
+            follower.save()
+            print(follower.problem, flush=True)
+            if over:
+                return False
+            over = is_over(RETRY_S)
+            continue
+        over = is_over(LOOK_S)
+
+
+def stdin_closes(seconds: float) -> bool:
+    """Waits for the sink to close our standard input, or to die."""
+    ready, _, _ = select.select([sys.stdin.buffer], [], [], seconds)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted keys and plain values."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def tracking_uri(uri: str) -> str:
+    """An address as it is; for a folder, the SQLite database in it (MLflow has given up its store of plain files)."""
+    return uri if is_address(uri) else f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
+
+
+def artifact_location(uri: str) -> str | None:
+    """For a folder, where the artifacts of its experiments lie; a server knows by itself."""
+    return None if is_address(uri) else (folder_of(uri) / "artifacts").as_uri()
+
+
+def is_address(uri: str) -> bool:
+    """Whether it is anything but a folder."""
+    return "://" in uri or uri == "databricks"
+
+
+def folder_of(uri: str) -> Path:
+    """Absolute."""
+    return Path(uri).expanduser().absolute()
+
+
+def make(run_dir: RunDir, uri: str, experiment: str) -> Follower:
+    """A follower with MLflow's client; importing it takes seconds."""
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    from mlflow import MlflowClient
+
+    if not is_address(uri):
+        folder_of(uri).mkdir(parents=True, exist_ok=True)
+    return Follower(run_dir, MlflowClient(tracking_uri(uri)), uri, experiment)
+
+
+def main() -> int:
+    """``python -m hpctrain.track.mlflow_follower RUN_FOLDER URI EXPERIMENT``."""
+    folder, uri, experiment = sys.argv[1:]
+    begin = time.monotonic()
+    try:
+        follower = make(RunDir(Path(folder)), uri, experiment)
+    except Exception as error:  # a store that MLflow refuses: the run's own log says so
+        fields = {"uri": uri, "run_id": None, "offset": 0, "problem": " ".join(str(error).split())[:300]}
+        write_atomically(Path(folder) / "mlflow.json", json.dumps(fields).encode())
+        return 1
+    print(f"mlflow is there after {time.monotonic() - begin:.1f} s", flush=True)
+    return 0 if follow(follower, stdin_closes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""A text file for the textfile collector of a Prometheus node exporter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from hpctrain.errors import MissingExtra
+from hpctrain.track.scalars import scalars
+
+HELP = {
+    "step": "updates done",
+    "attempt": "attempt of the run",
+    "time": "Unix seconds of the newest event",
+    "finished": "1 when the attempt has ended in order",
+}
+
+
+class PrometheusSink:
+    """Replaces the file at each event; a full disk or a missing folder costs the file, not the run."""
+
+    def __init__(self, path: str, run: str) -> None:
+        """
+        Raises:
+            MissingExtra: prometheus-client is not installed.
+        """
+        try:
+            from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+        except ImportError as error:
+            raise MissingExtra("prometheus-client", "prometheus") from error
+        self.path, self.run = path, run
+        self.registry = CollectorRegistry()
+        self.make = lambda name: Gauge(
+            name, HELP.get(name, name), ["run"], namespace="hpctrain", registry=self.registry
+        )
+        self.write = write_to_textfile
+        self.gauges: dict[str, Any] = {}
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """See Sink."""
+        values = {"step": event["step"], "attempt": event["attempt"], "time": event["time"], **scalars(event)}
+        values["finished"] = float(event["event"] == "run_finished")
+        for name, value in values.items():
+            plain = name.replace("/", "_")
+            if plain not in self.gauges:
+                self.gauges[plain] = self.make(plain)
+            self.gauges[plain].labels(self.run).set(value)
+        with contextlib.suppress(OSError):
+            self.write(self.path, self.registry)
+
+    def close(self) -> None:
+        """See Sink. The last values stay."""
