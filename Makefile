@@ -1,11 +1,14 @@
-# make demo: set up, then train a classifier on 2 MPI ranks.   make test: set up, then run all tests.
+# make demo   set up, then train a classifier on 2 MPI ranks
+# make test   set up, then run every test (those for Slurm and GPUs where there are some)
+# make check  before every commit: style, types, unit tests; under a minute
+# make bench  measure on this machine what the documentation states
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean setup setup-dev
+.PHONY: demo test check lint bench clean setup setup-dev
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml
@@ -13,16 +16,17 @@ demo: setup
 test: setup-dev
 	$(BIN)/python -m pytest
 
-# before every commit: under a minute, no MPI
-check: setup-dev
+check: lint
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit
+
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck env/*.sh .ci/run
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit
 
 bench: setup-dev
-	$(BIN)/python -m pytest -q tests/bench
+	for name in step reduce data checkpoint straggler scaling; do $(BIN)/hpctrain bench $$name || exit; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
