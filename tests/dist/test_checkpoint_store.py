@@ -1,0 +1,82 @@
+"""The store over real MPI ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.store import CheckpointStore
+from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
+
+PROGRAM = Path(__file__).parent / "programs" / "checkpoint_store.py"
+Run = Callable[..., Any]
+
+
+@pytest.mark.world_size(4)
+def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    mpirun(3, PROGRAM, "save", folder, "all")
+    assert len(list((folder / "step-000000002").iterdir())) == 4
+    for ranks in (3, 1, 2, 4):
+        assert "loaded 2" in mpirun(ranks, PROGRAM, "load", folder, 3, 2).stdout
+    writes_are_shared(folder / "step-000000002")
+
+    shard = folder / "step-000000002" / "shard-00001-of-00003.h5"  # read by rank 1 of 2
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert "loaded 1" in (output := mpirun(2, PROGRAM, "load", folder, 3, 1).stdout)
+    assert "shard-00001-of-00003.h5 is damaged: the checksum of model/large does not match" in output
+
+
+def writes_are_shared(folder: Path) -> None:
+    """Plain h5py puts the split tensor together; no shard is much larger than another."""
+    shards = sorted(folder.glob("*.h5"))
+    rows = []
+    for shard in shards:
+        with h5py.File(shard) as file:
+            if "model/large" in file:
+                rows.append(file["model/large"][()])
+    np.testing.assert_array_equal(np.concatenate(rows).ravel()[:5], np.arange(5) + 2)
+    assert sum(map(len, rows)) == 3000
+    sizes = [shard.stat().st_size for shard in shards]
+    assert max(sizes) - min(sizes) < 100_000
+
+
+@pytest.mark.world_size(2)
+def test_one_writer(mpirun: Run, tmp_path: Path) -> None:
+    mpirun(2, PROGRAM, "save", tmp_path, "one")
+    sizes = [shard.stat().st_size for shard in sorted((tmp_path / "step-000000002").glob("*.h5"))]
+    assert sizes[0] > 12_000_000 and sizes[1] < 10_000
+    mpirun(2, PROGRAM, "load", tmp_path, 2, 2)
+
+
+@pytest.mark.world_size(3)
+def test_a_file_size_limit_on_one_rank_abandons_the_checkpoint_on_all(mpirun: Run, tmp_path: Path) -> None:
+    result = mpirun(3, PROGRAM, "limited", tmp_path / "checkpoints")
+    assert "survived: rank 1: [Errno 27] File too large" in result.stdout
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 3]
+
+
+@pytest.mark.world_size(2)
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A tmpfs of 16 MB, in a mount namespace of the test's own."""
+    launcher = find_mpirun()
+    assert launcher
+    options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else []
+    script = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
+    command = ["unshare", "-m", *(["-Ur"] if os.getuid() else []), "sh", "-c", script, str(tmp_path)]
+    if subprocess.run([*command, "true"], capture_output=True, timeout=30).returncode:
+        pytest.skip("not permitted here: mounting a tmpfs")
+    ranks = [launcher, *options, "-n", "2", sys.executable, str(PROGRAM), "full", str(tmp_path / "checkpoints")]
+    done = subprocess.run([*command, *ranks], env=rank_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No space left on device" in done.stdout
