@@ -131,6 +131,7 @@ def goodput(data: RunData, attempts: list[Attempt]) -> float | None:
 def rank_hours(data: RunData, attempts: list[Attempt]) -> float | None:
     """Ranks times hours, over all attempts."""
     ranks = {event["attempt"]: event.get("ranks") for event in data.rare.get("run_started", [])}
+    ranks |= {int(entry["attempt"]): entry["ranks"] for entry in data.info.get("attempts") or [] if entry.get("ranks")}
     if not attempts or any(not ranks.get(attempt.number) for attempt in attempts):
         return None
     return sum((attempt.end - attempt.begin) / 3600 * float(ranks[attempt.number] or 0) for attempt in attempts)

@@ -53,11 +53,7 @@ class MlflowSink:
         problem = position(self.run_dir).get("problem")
         if problem and not self.told:
             self.told = True
-            print(
-                f"hpctrain: MLflow at {self.uri} does not take the run's metrics: {problem}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"hpctrain: MLflow at {self.uri} does not take the metrics: {problem}", flush=True)
 
     def close(self) -> None:
         """See Sink. Waits while the server takes what is left, and hardly at all for one that does not answer."""
@@ -79,7 +75,6 @@ class MlflowSink:
             print(
                 f"hpctrain: MLflow at {self.uri} lacks the newest events; "
                 f"hpctrain track sync {self.run_dir.path} sends them when it is back",
-                file=sys.stderr,
                 flush=True,
             )
 

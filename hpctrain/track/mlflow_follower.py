@@ -138,7 +138,6 @@ def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
         except Exception as error:  # whatever a server, a proxy or a wrong address brings about
             follower.problem = " ".join(str(error).split())[:300] or type(error).__name__
             follower.save()
-            print(follower.problem, flush=True)
             if over:
                 return False
             over = is_over(RETRY_S)

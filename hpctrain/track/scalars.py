@@ -10,7 +10,7 @@ COUNTED = ("time", "event", "step", "attempt", "steps", "total_steps", "epoch", 
 
 
 def scalars(event: Mapping[str, Any]) -> dict[str, float]:
-    """``train/loss``, ``phase/forward`` (seconds a step), ``validation/accuracy``, ``checkpoint/stall_s``, or nothing."""
+    """Such as ``train/loss``, ``phase/forward`` (seconds a step), ``validation/accuracy``, ``checkpoint/stall_s``."""
     kind = event["event"]
     if kind == "train":
         steps = max(int(event.get("steps") or 1), 1)
