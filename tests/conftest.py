@@ -28,7 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     }
     for marker, (tool, is_missing) in lacks.items():
         if item.get_closest_marker(marker) and is_missing():
-            pytest.skip(f"this machine has no {tool}")
+            pytest.skip(f"this machine lacks {tool}")
 
 
 @pytest.hookimpl(wrapper=True)
