@@ -29,7 +29,7 @@ class RingClock:
         self.head = self.slot.head
         self.totals = [0.0] * ROW
         self.taken = [0.0] * ROW
-        self.steps = 0
+        self.published = 0
         self.last = monotonic()
         self.gc_began = 0.0
         self.scopes = {phase.name.lower(): Scope(self, phase) for phase in Phase}
@@ -52,13 +52,17 @@ class RingClock:
         totals[WORK] += work
         totals[ENDED] = now
         self.last = now
-        slot = self.slot
-        PACK_ROW(slot.ring, self.steps % slot.rows * ROW * 8, *totals)
-        self.steps += 1
         head = self.head
         head[MARKED_AT] = now
         head[MARKED_PHASE] = NO_PHASE
-        head[STEPS] = self.steps
+        self.publish()
+
+    def publish(self) -> None:
+        """Leaves the totals in the ring as a step's row: first the row, then the count that makes it valid."""
+        slot = self.slot
+        PACK_ROW(slot.ring, self.published % slot.rows * ROW * 8, *self.totals)
+        self.published += 1
+        self.head[STEPS] = self.published
 
     def take(self) -> dict[str, float]:
         """Seconds by phase name since the last call."""
