@@ -1,0 +1,116 @@
+"""Ranks that use a checkpoint store without a trainer: checkpoint_store.py <mode> <folder> ..."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.checkpoint import saver as saver_module
+from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.world import World, connect
+
+
+def arrays(value: float) -> dict[str, np.ndarray]:
+    """Equal on all ranks: one tensor that is split by rows, many small ones, a scalar."""
+    large = np.arange(3_000_000, dtype=np.float32).reshape(3000, 1000) + value
+    return {"model/large": large, **{f"model/small{i}": np.full(i, value) for i in range(50)}, "count": np.int64(value)}
+
+
+def own(rank: int, value: float) -> dict[str, np.ndarray]:
+    """Each rank's own."""
+    return {
+        "rng/state": np.full(5, rank, np.uint8),
+        "model/mean": np.full(3, rank + value, np.float32),
+        "seen": np.int64(rank),
+    }
+
+
+def save(world: World, folder: Path, writers: str) -> None:
+    """Two checkpoints, of steps 1 and 2."""
+    store = CheckpointStore(folder, group=world.everyone)
+    store.saver = open_saver(store, [0] if writers == "one" else None)
+    for step in (1, 2):
+        store.save(arrays(step), {"step": step}, step, own(world.rank, step))
+    store.close()
+
+
+def load(world: World, folder: Path, saved_ranks: str, step: str) -> None:
+    """Checks what every rank gets."""
+    store = CheckpointStore(folder, group=world.everyone)
+    loaded = store.load()
+    assert loaded.step == int(step) and loaded.ranks == int(saved_ranks), loaded.step
+    for name, array in arrays(loaded.step).items():
+        np.testing.assert_array_equal(loaded.arrays[name], array)
+    if world.size == loaded.ranks:
+        for name, array in own(world.rank, loaded.step).items():
+            np.testing.assert_array_equal(loaded.arrays[name], array)
+    else:
+        mean = (loaded.ranks - 1) / 2 + loaded.step
+        np.testing.assert_allclose(loaded.arrays["model/mean"], np.full(3, mean, np.float32))
+        assert loaded.arrays["seen"] == world.rank % loaded.ranks
+        assert "rng/state" not in loaded.arrays
+    reasons = world.everyone.allgather([one.reason for one in loaded.rejected], "compare")
+    assert all(one == reasons[0] for one in reasons)
+    if world.rank == 0:
+        print("loaded", loaded.step, *[one.reason for one in loaded.rejected])
+
+
+def train(saver: Saver, world: World, tensors: list, step: int) -> saver_module.Outcome:
+    """Saves beside steps that go on; the outcome, the same on all ranks and at the same step."""
+    saver.begin(tensors, step, {})
+    for number in range(100_000):
+        least = world.everyone.begin_min(saver.flags(), "agree")()  # a step would lie between begin and end
+        outcome = saver.advance(least)
+        if outcome:
+            numbers = world.everyone.allgather(number, "compare the step")
+            assert len(set(numbers)) == 1, numbers
+            return outcome
+    raise AssertionError("the save never ended")
+
+
+def limited(world: World, folder: Path) -> None:
+    """A file-size limit on rank 1 only."""
+    store = CheckpointStore(folder, group=world.everyone)
+    saver = open_saver(store)
+    first = train(saver, world, array_tensors(arrays(1), {}), 1)
+    assert first.error is None
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    second = train(saver, world, array_tensors(arrays(2), {}), 2)
+    assert second.error and second.error.startswith("rank 1: "), second.error
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert store.steps() == [1] and (world.rank or os.listdir(folder) == ["step-000000001"])
+    third = train(saver, world, array_tensors(arrays(3), {}), 3)
+    assert third.error is None
+    saver.close()
+    if world.rank == 0:
+        print("survived:", second.error)
+
+
+def full(world: World, folder: Path) -> None:
+    """A disk that has room for one checkpoint, not two; the check before writing is off."""
+    saver_module.SPARE_BYTES = -(1 << 40)
+    store = CheckpointStore(folder, group=world.everyone)
+    saver = open_saver(store)
+    assert train(saver, world, array_tensors(arrays(1), {}), 1).error is None
+    outcome = train(saver, world, array_tensors(arrays(2), {}), 2)
+    assert outcome.error and "No space left on device" in outcome.error, outcome.error
+    saver.close()
+    world.everyone.barrier("look at the folder")
+    if world.rank == 0:
+        assert os.listdir(folder) == ["step-000000001"], os.listdir(folder)
+        print("survived:", outcome.error)
+    loaded = store.load()
+    np.testing.assert_array_equal(loaded.arrays["model/large"], arrays(1)["model/large"])
+
+
+if __name__ == "__main__":
+    mode, path, *rest = sys.argv[1:]
+    {"save": save, "load": load, "limited": limited, "full": full}[mode](connect(), Path(path), *rest)

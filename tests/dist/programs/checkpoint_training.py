@@ -1,0 +1,118 @@
+"""Ranks that train, save and resume: checkpoint_training.py <run folder> <records folder> <JSON options>
+
+Options: task, task_args, steps, every_steps, stop_after, kill_after, kill_rank, precision, save, fresh, batch. Each
+rank appends what it did to <records>/<rank>.jsonl, the last line being checksums of all its state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import zlib
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import build
+from hpctrain.checkpoint.format import ITEM_TYPES
+from hpctrain.checkpoint.hook import checkpoint_hook
+from hpctrain.comm.world import connect
+from hpctrain.config import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
+from hpctrain.errors import HpctrainError
+from hpctrain.run_dir import RunDir
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.framework import Framework
+from hpctrain.train.hooks import BaseHook, StopReason
+
+
+class Recorder(BaseHook):
+    """Writes down each step, and ends or kills the rank where it should."""
+
+    def __init__(self, path: Path, rank: int, options: dict[str, Any]) -> None:
+        self.path = path
+        self.rank = rank
+        self.options = options
+        self.ids: list[int] = []
+
+    def watch(self, framework: Framework) -> None:
+        """Keeps the numbers of the samples that go into each step."""
+        step = framework.step
+
+        def recording_step(micro_batches: Any, global_samples: int) -> Any:
+            self.ids = [int(number) for batch in micro_batches for number in batch["id"]]
+            return step(micro_batches, global_samples)
+
+        framework.step = recording_step  # type: ignore[method-assign]
+
+    def write(self, **fields: Any) -> None:
+        """One line, there even if the rank is killed next."""
+        with open(self.path, "a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+    def after_step(self, trainer: Any, result: Any) -> StopReason | None:
+        step = trainer.state.step
+        self.write(step=step, ids=self.ids, loss=result.sums()["loss"])
+        if step == self.options.get("kill_after") and self.rank == self.options.get("kill_rank", 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return StopReason.REQUESTED if step == self.options.get("stop_after") else None
+
+
+def checksums(framework: Framework) -> dict[str, int]:
+    """Of every tensor of the state, this rank's own included."""
+    sums = {}
+    for tensor in framework.state():
+        value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
+        tensor.copy_into(value)
+        sums[tensor.name] = zlib.crc32(value.tobytes())
+    return sums
+
+
+def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
+    """One attempt."""
+    world = connect()
+    config = Config(
+        name="run",
+        task=options["task"],
+        task_args=options.get("task_args", {}),
+        train=TrainConfig(
+            steps=options["steps"],
+            global_batch=options.get("batch", 24),
+            accumulate=2,
+            clip_norm=1.0,
+            ema_decay=0.9,
+            precision=options.get("precision", "fp32"),
+            eval_every_epochs=1,
+        ),
+        schedule=ScheduleConfig(kind="cosine", warmup_steps=3),
+        reduce=ReduceConfig(kind="mpi" if world.size > 1 else "none"),
+        checkpoint=CheckpointConfig(every_steps=options.get("every_steps", 3), keep_last=2, **options.get("save", {})),
+    )
+    run_dir = RunDir(folder)
+    run_dir.create()
+    records.mkdir(exist_ok=True)
+    (records / f"{world.rank}.pid").write_text(str(os.getpid()))
+    clock = IntervalClock()
+    problem = build.make_problem(config, world)
+    framework = build.make_framework(config, world, problem.task, clock)
+    recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options)
+    recorder.watch(framework)
+    fingerprint = problem.train.fingerprint()
+    batch = problem.order.global_batch
+    fresh = options.get("fresh", False)
+    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, run_dir.append_event, fresh)
+    trainer = build.make_trainer(config, world, problem, framework, clock, [hook, recorder])
+    with closing(framework), closing(hook), closing(trainer.data):
+        trainer.fit()
+        recorder.write(final=checksums(framework), weights=framework.weights_hash(), state=trainer.state.to_json())
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    except HpctrainError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(error.exit_code)

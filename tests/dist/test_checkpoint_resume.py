@@ -1,0 +1,158 @@
+"""Interrupted runs end where uninterrupted ones end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.run_dir import RunDir
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
+TASK = {name: f"{ROOT}/tests/support/{name}_resume_task.py" for name in ("torch", "tensorflow")}
+STEPS = 22
+"""Batches of 24 out of 112 samples: 5 an epoch, the last of 16; resumes come in the middle of an epoch."""
+
+
+class Runs:
+    """Starts attempts at runs below a folder, and reads what their ranks recorded."""
+
+    def __init__(self, mpirun: Callable[..., Any], folder: Path) -> None:
+        self.mpirun = mpirun
+        self.folder = folder
+
+    def attempt(self, name: str, ranks: int, check: bool = True, **options: Any) -> Any:
+        """One attempt at a run."""
+        program = [PROGRAM, self.folder / name, self.folder / f"{name}-records", json.dumps({"steps": STEPS} | options)]
+        return self.mpirun(ranks, *program, env={"PYTHONPATH": str(ROOT)}, check=check, timeout=150)
+
+    def record(self, name: str, rank: int) -> list[dict[str, Any]]:
+        """Lines of a rank."""
+        lines = (self.folder / f"{name}-records" / f"{rank}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self, name: str, rank: int) -> dict[int, Any]:
+        """Loss by step; a repeated step must have repeated its loss and its samples."""
+        found: dict[int, Any] = {}
+        for line in self.record(name, rank):
+            if "step" in line:
+                assert found.setdefault(line["step"], (line["loss"], line["ids"])) == (line["loss"], line["ids"])
+        return found
+
+    def samples(self, name: str, ranks: int) -> dict[int, list[int]]:
+        """Numbers of the samples of each step over all ranks, in order."""
+        found: dict[int, dict[int, list[int]]] = {}
+        for rank in range(ranks):
+            for line in self.record(name, rank):
+                if "step" in line:
+                    found.setdefault(line["step"], {})[rank] = line["ids"]
+        return {step: [i for rank in sorted(of_rank) for i in of_rank[rank]] for step, of_rank in found.items()}
+
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        """Events of one kind."""
+        return [one for one in RunDir(self.folder / name).read_events() if one["event"] == event]
+
+
+@pytest.fixture
+def runs(mpirun: Callable[..., Any], tmp_path: Path) -> Runs:
+    return Runs(mpirun, tmp_path)
+
+
+CASES = [
+    pytest.param("torch", 1, {"task_args": {"optimizer": "momentum"}}, id="torch-1-momentum"),
+    pytest.param("torch", 2, {"precision": "fp16"}, id="torch-2-fp16"),
+    pytest.param("torch", 4, {"save": {"mode": "sync"}}, id="torch-4-sync"),
+    pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
+    pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
+    pytest.param("tensorflow", 4, {}, id="keras-4"),
+]
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("framework", "ranks", "options"), CASES)
+def test_killed_and_resumed_ends_bit_for_bit_the_same(
+    runs: Runs, framework: str, ranks: int, options: dict[str, Any]
+) -> None:
+    options = {"task": f"{TASK[framework]}:task", **options}
+    runs.attempt("straight", ranks, **options)
+    killed = runs.attempt("broken", ranks, check=False, kill_after=14, kill_rank=ranks - 1, **options)
+    assert killed.returncode != 0
+    runs.attempt("broken", ranks, **options)
+    (resumed,) = runs.events("broken", "resumed")
+    assert 3 <= resumed["step"] <= 12
+    for rank in range(ranks):
+        straight, broken = runs.record("straight", rank)[-1], runs.record("broken", rank)[-1]
+        assert {name.split("/")[0] for name in straight["final"]} >= {"model", "optimizer", "ema", "rng"}
+        assert straight == broken
+        assert runs.losses("straight", rank) == runs.losses("broken", rank)
+        assert len(runs.losses("straight", rank)) == STEPS
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_other_numbers_of_ranks_see_the_same_samples(runs: Runs, framework: str) -> None:
+    options = {"task": f"{TASK[framework]}:plain"}
+    runs.attempt("straight", 4, **options)
+    expected = runs.samples("straight", 4)
+    for ranks, last in ((4, 6), (2, 11), (3, 16), (1, None)):
+        runs.attempt("changing", ranks, stop_after=last, **options)
+        seen = runs.samples("changing", ranks)
+        begin = runs.events("changing", "resumed")[-1]["step"] if ranks != 4 else 0
+        assert {step: ids for step, ids in seen.items() if step > begin and (last is None or step <= last)} == {
+            step: ids for step, ids in expected.items() if step > begin and (last is None or step <= last)
+        }
+        for record in (runs.folder / "changing-records").glob("*.jsonl"):
+            record.unlink() if ranks != 1 else None
+    loss = {step: total for step, (total, _) in runs.losses("changing", 0).items()}
+    of_four = [runs.losses("straight", rank) for rank in range(4)]
+    for step, (total, weight) in loss.items():
+        sums = [of_rank[step][0] for of_rank in of_four]
+        assert total / weight == pytest.approx(sum(s for s, _ in sums) / sum(w for _, w in sums), rel=1e-3)
+
+
+@pytest.mark.world_size(2)
+def test_a_damaged_checkpoint_is_named_put_aside_and_does_not_change_the_end(runs: Runs) -> None:
+    options = {"task": f"{TASK['torch']}:task"}
+    runs.attempt("straight", 2, **options)
+    runs.attempt("broken", 2, stop_after=14, **options)
+    store = CheckpointStore(RunDir(runs.folder / "broken").checkpoints)
+    older, newest = store.steps()[-2:]
+    assert newest == 14
+    shard = store.folder(newest) / "shard-00001-of-00002.h5"
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 4
+    shard.write_bytes(data)
+    runs.attempt("broken", 2, **options)
+    (event,) = runs.events("broken", "resumed")
+    assert event["step"] == older
+    assert [one["step"] for one in event["rejected"]] == [14] and "is damaged" in event["rejected"][0]["reason"]
+    assert list(store.path.glob("damaged-step-000000014-*"))
+    for rank in range(2):
+        assert runs.record("straight", rank)[-1] == runs.record("broken", rank)[-1]
+
+
+@pytest.mark.world_size(2)
+def test_a_changed_run_is_refused_once_and_fresh_begins_anew(runs: Runs) -> None:
+    options = {"task": f"{TASK['torch']}:plain"}
+    runs.attempt("run", 2, stop_after=5, **options)
+    refused = runs.attempt("run", 2, check=False, batch=16, **options)
+    assert refused.returncode != 0
+    assert "global batch was 24 and is 16" in refused.output and "set train.global_batch to 24" in refused.output
+    runs.attempt("run", 2, batch=16, fresh=True, **options)
+    store = CheckpointStore(RunDir(runs.folder / "run").checkpoints)
+    assert store.load().meta["state"]["samples"] < 16 * STEPS
+    assert list(store.path.glob("superseded-step-000000005-*"))
+    assert not runs.events("run", "resumed")
+
+
+@pytest.mark.world_size(2)
+def test_state_that_should_be_equal_and_is_not_is_told(runs: Runs) -> None:
+    options = {"task": f"{TASK['torch']}:plain", "save": {"verify_replicated": True}}
+    runs.attempt("good", 2, **options)
+    bad = runs.attempt("bad", 2, check=False, **(options | {"task": f"{TASK['torch']}:unequal"}))
+    assert bad.returncode != 0 and "tensors differ between ranks at step 3" in bad.output
