@@ -16,6 +16,7 @@ from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.frameworks import tensorflow_runtime
 from hpctrain.launch.output import shown_columns
 from hpctrain.launch.stop import StopRequests
+from hpctrain.monitor.clock import RingClock
 from hpctrain.monitor.hook import MonitorHook
 from hpctrain.run_dir import RunDir
 from hpctrain.task import KerasTask, Task, TorchTask
@@ -78,7 +79,12 @@ def make_framework(config: Config, world: World, task: Task, clock: StepClock) -
     if isinstance(task, TorchTask):
         from hpctrain.frameworks.torch import TorchFramework
 
-        return TorchFramework(task, world, config, clock)
+        framework = TorchFramework(task, world, config, clock)
+        if framework.device.type == "cuda" and isinstance(clock, RingClock):
+            from hpctrain.monitor.torch_clock import follow_cuda
+
+            follow_cuda(clock)
+        return framework
     from hpctrain.frameworks.tensorflow import KerasFramework
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"

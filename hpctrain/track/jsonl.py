@@ -10,6 +10,7 @@ from hpctrain import facts
 from hpctrain.events import Event
 from hpctrain.run_dir import RunDir, current_attempt
 from hpctrain.track.sink import Sink
+from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -110,7 +111,9 @@ class EventsHook(BaseHook):
             add(totals, result.sums())
         steps, self.results = len(self.results), []
         add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
+        trainer.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, trainer.world.data, "report the interval's means")
+        trainer.clock.mark(Phase.EXCHANGE)  # waiting for others is no rank's own work
         state, now = trainer.state, time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now
