@@ -48,7 +48,7 @@ PATTERNS = {
     "qos": r"[A-Za-z0-9][\w.+-]*(,[A-Za-z0-9][\w.+-]*)*",
     "reservation": r"[A-Za-z0-9][\w.+-]*(,[A-Za-z0-9][\w.+-]*)*",
     "constraint": r"[\w.:+*&|,()\[\]-]+",
-    "licenses": r"[A-Za-z0-9][\w.@+-]*(:\d+)?([,;][A-Za-z0-9][\w.@+-]*(:\d+)?)*",
+    "licenses": r"[A-Za-z0-9][\w.@+-]*(:\d+)?([,][A-Za-z0-9][\w.@+-]*(:\d+)?)*",
     "mail_user": r"[\w.+@,-]+",
     "mail_type": r"[A-Z_0-9]+(,[A-Z_0-9]+)*",
     "begin": r"[\w:+/.-]+",

@@ -94,7 +94,7 @@ def progress(
     train = _last(events, "train")
     started = _last(events, "run_started")
     steps = started.get("total_steps")
-    rate = train["step"] / train["seconds_total"] if train.get("seconds_total") else _step_rate(events)
+    rate = train["steps"] / sum(train["seconds"].values()) if train.get("steps") and train.get("seconds") else None
     step = train.get("step", _last(events, "resumed").get("step"))
     left = (steps - step) / rate if steps and step is not None and rate else None
     slow = _last(events, "straggler")
@@ -117,14 +117,6 @@ def _last(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
     return next((event for event in reversed(events) if event["event"] == name), {})
 
 
-def _step_rate(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Steps a second between the last two reports of one attempt."""
-    train = [event for event in events if event["event"] == "train"][-2:]
-    if len(train) < 2 or train[0]["attempt"] != train[1]["attempt"] or train[1]["time"] <= train[0]["time"]:
-        return None
-    return float((train[1]["step"] - train[0]["step"]) / (train[1]["time"] - train[0]["time"]))
-
-
 def _straggler(event: Mapping[str, Any]) -> str:
     return f"rank {event['rank']} on {event['host']}: {event['cause']}, {event['slowdown']:.1f}x"
 
@@ -132,7 +124,7 @@ def _straggler(event: Mapping[str, Any]) -> str:
 def _ending(attempt: Mapping[str, Any]) -> str | None:
     if "ended" not in attempt:
         return None
-    return str(attempt.get("reason") or attempt.get("decision") or "ended")
+    return str(dict(attempt.get("verdict") or {}).get("reason") or "ended")
 
 
 def lines(statuses: Sequence[RunStatus]) -> list[str]:

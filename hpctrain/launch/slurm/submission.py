@@ -107,8 +107,7 @@ def portable(config: Config) -> str:
 def signal_s(config: Config, run: RunDir) -> int:
     """The stop signal's lead, from what earlier attempts of this run measured."""
     events = run.read_events() if run.events.exists() else []
-    steps = [event["longest_step_s"] for event in events if event["event"] == "train" and "longest_step_s" in event]
-    steps = steps or [event["step_s"] for event in events if event["event"] == "train" and "step_s" in event]
+    steps = [sum(event["seconds"].values()) / event["steps"] for event in events if event["event"] == "train"]
     saves = [event["stall_s"] + event["write_s"] for event in events if event["event"] == "checkpoint_saved"]
     return signal_seconds(config.launch, max(steps, default=None), max(saves, default=None))
 
