@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -102,22 +101,21 @@ def record() -> Any:
     """
     import numpy as np
 
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        raise UserError("no mpirun to record a trace with", "give --trace FILE, or --simulated")
+    from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
+    from hpctrain.launch.threads import usable_cores
+
+    library = probe()
+    mpirun = MpiRun(find_mpirun(library), library.flavour)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment |= launcher_environment(mpirun.flavour, usable_cores() < 2, os.environ)
     print(f"recording {RECORDED_STEPS} steps on 2 ranks: let nothing else run", file=sys.stderr, flush=True)
-    as_root = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
-    environment = {**os.environ, **as_root, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [mpirun, "-n", "2", sys.executable, "-m", "hpctrain.bench.straggler_record", folder]
-        done = subprocess.run(
-            [*command, str(RECORDED_STEPS)], env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        program = [sys.executable, "-m", "hpctrain.bench.straggler_record", folder, str(RECORDED_STEPS)]
+        command = [*mpirun.argv(2, {}, usable_cores()), *program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         files = sorted(Path(folder).glob("rank-*.npy"))
         if done.returncode or len(files) != 2:
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise UserError(f"recording failed: {last}", "give --trace FILE, or --simulated")
+            raise UserError(f"recording failed: {done.stderr.strip()[-400:]}", "give --trace FILE, or --simulated")
         return np.array([np.load(file, allow_pickle=False) for file in files])
 
 
@@ -146,7 +144,8 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", f"{'slow by':>7} {'detector':<28} {'found':>7} {'innocents/trial':>15} {'p95 steps':>9}"]
     for row in result["detectors"]:
         lines.append(
-            f"{row['share']:>+7.0%} {row['detector']:<28} {row['found']:>7.1%} {row['innocents_per_trial']:>15.3f} {row['latency_p95']:>9.0f}"
+            f"{row['share']:>+7.0%} {row['detector']:<28} {row['found']:>7.1%} "
+            f"{row['innocents_per_trial']:>15.3f} {row['latency_p95']:>9.0f}"
         )
     lines.append("")
     for row in result["cost"]:
