@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ class Slot:
         self.head[PID] = os.getpid()
         self.head[STARTED] = start_ticks(os.getpid()) or 0
         self.head[MARKED_PHASE] = NO_PHASE
+        self.head[MARKED_AT] = time.monotonic()  # else the silence before the first mark is the host's uptime
         self.head[STATE] = RUNNING
 
 
