@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
