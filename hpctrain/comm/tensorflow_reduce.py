@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import ModuleType
 from typing import Protocol
@@ -12,32 +13,34 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.comm import horovod_setup
-from hpctrain.comm.auto import Candidate, Surroundings, candidates
-from hpctrain.comm.buckets import ALIGNMENT
+from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choose
 from hpctrain.comm.compression import CODECS, Codec
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum
 from hpctrain.comm.node_sum import FOLDER, open_node_sum
+from hpctrain.comm.tensorflow_flat import ROW, FlatGradients
 from hpctrain.comm.totals import SLOTS
 from hpctrain.comm.world import World
 from hpctrain.config import ReduceConfig
 
-ROW = ALIGNMENT
-"""Numbers of a row. TensorFlow cuts whole rows of 64 bytes off an array without copying them."""
-
 
 class Reducer(Protocol):
-    """Sums an array over the ranks. Every rank makes the same calls in the same order."""
+    """Sums flat gradients over the ranks. Every rank makes the same calls in the same order."""
+
+    name: str
+    """Of the candidate, such as mpi-node."""
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
         """The sum over the ranks of float32[rows, 16], valid until the next call. The last row travels as fp32."""
 
     def close(self) -> None:
-        """Releases memory and communicators; Horovod goes on until the process ends."""
+        """Releases memory and communicators, ends threads."""
 
 
 class NoReducer:
     """One rank: its gradients are the sum."""
+
+    name = "none"
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
         """See Reducer."""
@@ -50,7 +53,8 @@ class NoReducer:
 class HostReducer:
     """MPI sums a copy of the gradients in host memory, where TensorFlow on CPUs reads the sums without copying."""
 
-    def __init__(self, host: HostSum) -> None:
+    def __init__(self, name: str, host: HostSum) -> None:
+        self.name = name
         self.host = host
         self.rows = host.buffer.reshape(-1, ROW)
 
@@ -68,7 +72,8 @@ class HostReducer:
 class HorovodReducer:
     """One Horovod allreduce of all gradients: nothing is left for its dynamic fusion to reorder."""
 
-    def __init__(self, horovod: ModuleType, compress: bool) -> None:
+    def __init__(self, name: str, horovod: ModuleType, compress: bool) -> None:
+        self.name = name
         self.horovod = horovod
         self.compress = compress
         self.sum = tf.function(self._sum)
@@ -84,7 +89,8 @@ class HorovodReducer:
         return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}")
 
     def close(self) -> None:
-        """See Reducer."""
+        """Ends Horovod's background thread, which would take time from the cores even when it has nothing to do."""
+        self.horovod.shutdown()
 
 
 class FastFloat16:
@@ -97,6 +103,75 @@ class FastFloat16:
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
         """See Codec."""
         np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
+
+
+def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
+    """The reducer of a candidate for ``length`` numbers, a multiple of 16. Collective over the group.
+
+    Raises:
+        UserError: Horovod is missing or does not fit; see horovod_setup.
+    """
+    if candidate.kind == "none" or group.size == 1:
+        return NoReducer()
+    if candidate.kind == "horovod":
+        horovod = horovod_setup.load("tensorflow")
+        horovod_setup.start(horovod, group)
+        return HorovodReducer(candidate.name, horovod, candidate.compression == "fp16")
+    return HostReducer(candidate.name, host_sum(candidate, group, length))
+
+
+def host_sum(candidate: Candidate, group: Group, length: int) -> HostSum:
+    """The way by which MPI sums a host buffer: through shared memory where that was meant and can be."""
+    if candidate.compression != "none":
+        codec: Codec = FastFloat16() if candidate.compression == "fp16" else CODECS[candidate.compression]
+        return CompressedSum(group, length, SLOTS, codec)
+    shared = open_node_sum(group, length) if candidate.way == "node" else None
+    return shared or FlatSum(group, length)
+
+
+def measured_reducer(
+    config: ReduceConfig,
+    world: World,
+    flat: FlatGradients,
+    rehearse: Callable[[Reducer], None],
+    chosen: str | None = None,
+    announce: Callable[[Choice], None] | None = None,
+) -> Reducer:
+    """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
+
+    Args:
+        config: the run file's section.
+        world: the ranks.
+        flat: how gradients are joined.
+        rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
+        chosen: the name of an earlier choice, which is kept without measuring.
+        announce: told what was measured, where there was a choice.
+    """
+    length = flat.layout.length
+    if chosen is not None and world.data.size > 1:
+        return open_reducer(Candidate.parse(chosen), world.data, length)
+    among = possible(config, world)
+    if len(among) == 1:
+        return open_reducer(among[0], world.data, length)
+    choice = choose(among, _Rehearsal(world.data, length, rehearse), world.data)
+    if announce is not None:
+        announce(choice)
+    return open_reducer(choice.candidate, world.data, length)
+
+
+class _Rehearsal:
+    def __init__(self, group: Group, length: int, step: Callable[[Reducer], None]) -> None:
+        self.group, self.length, self.step = group, length, step
+        self.reducer: Reducer = NoReducer()
+
+    def open(self, candidate: Candidate) -> None:
+        self.reducer = open_reducer(candidate, self.group, self.length)
+
+    def run(self) -> None:
+        self.step(self.reducer)
+
+    def close(self) -> None:
+        self.reducer.close()
 
 
 def possible(config: ReduceConfig, world: World) -> list[Candidate]:
@@ -118,25 +193,11 @@ def possible(config: ReduceConfig, world: World) -> list[Candidate]:
     return candidates(replace(config, overlap="off"), around)
 
 
-def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
-    """The reducer of a candidate for ``length`` numbers, a multiple of 16. Collective over the group.
-
-    Raises:
-        UserError: Horovod is missing or does not fit; see horovod_setup.
-    """
-    if candidate.kind == "none" or group.size == 1:
-        return NoReducer()
-    if candidate.kind == "horovod":
-        horovod = horovod_setup.load("tensorflow")
-        horovod_setup.start(horovod, group)
-        return HorovodReducer(horovod, candidate.compression == "fp16")
-    return HostReducer(host_sum(candidate, group, length))
-
-
-def host_sum(candidate: Candidate, group: Group, length: int) -> HostSum:
-    """The way by which MPI sums a host buffer: through shared memory where that was meant and can be."""
-    if candidate.compression != "none":
-        codec: Codec = FastFloat16() if candidate.compression == "fp16" else CODECS[candidate.compression]
-        return CompressedSum(group, length, SLOTS, codec)
-    shared = open_node_sum(group, length) if candidate.way == "node" else None
-    return shared or FlatSum(group, length)
+def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None:
+    """Overwrites variables with those of rank 0."""
+    if group.comm is None:
+        return
+    for variable in variables:
+        host = np.array(variable.read_value())
+        group.broadcast_array(host.reshape(-1).view(np.uint8), what)
+        variable.assign(host)

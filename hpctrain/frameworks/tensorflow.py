@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.comm.auto import Candidate, Choice, choose
-from hpctrain.comm.buckets import plan
-from hpctrain.comm.tensorflow_reduce import ROW, NoReducer, Reducer, open_reducer, possible
-from hpctrain.comm.totals import LOSS, SLOTS, WEIGHT, totals
+from hpctrain.comm.auto import Choice
+from hpctrain.comm.tensorflow_flat import FlatGradients
+from hpctrain.comm.tensorflow_reduce import Reducer, broadcast, measured_reducer, open_reducer, possible
+from hpctrain.comm.totals import LOSS, WEIGHT, totals
 from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.errors import UserError
@@ -79,22 +79,22 @@ class KerasFramework:
         """
         refuse_what_cannot_work(task, config)
         self.task = task
+        self.world = world
         self.group = world.data
         self.config = config
         self.clock = clock
         variables = task.model.trainable_variables
-        self.layout = plan([math.prod(variable.shape) for variable in variables], None, SLOTS)
-        compiled = config.train.compile
-        self.passes = Passes(task, config.reduce.sparse, compiled)
-        self.update = Update(task.optimizer, variables, self.layout, compiled)
+        self.flat = FlatGradients(variables)
+        self.passes = Passes(task, self.flat, config.reduce.sparse, config.train.compile)
+        self.update = Update(task.optimizer, variables, self.flat, config.train.compile)
         self.evaluation = self.passes
         self.reducer: Reducer | None = None
         self.chosen_reducer: str | None = None
         self.announce: Callable[[Choice], None] | None = None
-        self.among = possible(config.reduce, world)
-        if len(self.among) == 1:
-            self.reducer = open_reducer(self.among[0], self.group, self.layout.length)
-            self.chosen_reducer = self.among[0].name
+        among = possible(config.reduce, world)
+        if len(among) == 1:
+            self.reducer = open_reducer(among[0], self.group, self.flat.layout.length)
+            self.chosen_reducer = among[0].name
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
         self.learning_rate = own_learning_rate(task.optimizer)
         self.factor: float | None = None
@@ -107,14 +107,13 @@ class KerasFramework:
         """Weights and optimizer as rank 0 has them; noise of each rank's own."""
         tensors = self._variables()
         require_same_model(self.group, tensors)
-        for tensor in tensors:
-            value = np.array(tensor.host_view())
-            self.group.broadcast_array(value, "receive the model")
-            tensor.assign(value)
+        broadcast(self.group, [tensor.variable for tensor in tensors], "receive the model")
         if self.config.train.ema_decay is not None:
             self.update.keep_average(self.config.train.ema_decay)
             averages = zip(self.task.model.trainable_variables, self.update.averages, strict=True)
-            self.evaluation = Passes(self.task, self.config.reduce.sparse, self.config.train.compile, list(averages))
+            self.evaluation = Passes(
+                self.task, self.flat, self.config.reduce.sparse, self.config.train.compile, list(averages)
+            )
         rank_seed = derive(self.config.seed, self.group.rank, 1)  # noise such as dropout must differ between ranks
         seed_python(rank_seed)
         self.noise.reset_from_seed(rank_seed)
@@ -139,7 +138,7 @@ class KerasFramework:
         self.clock.mark(Phase.TO_DEVICE)
         if self.reducer is None:
             self.reducer = self._measure(batches, global_samples)
-        mine = self.gradients(batches, global_samples)
+        mine = self._gradients(batches, global_samples)
         self.clock.mark(Phase.BACKWARD)
         total = self.reducer.sum(mine)
         self.clock.mark(Phase.EXCHANGE)
@@ -149,18 +148,20 @@ class KerasFramework:
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that was chosen before, or is fastest on these batches; rehearsals leave the model as it was."""
-        if self.chosen_reducer is not None:
-            return open_reducer(Candidate.parse(self.chosen_reducer), self.group, self.layout.length)
         changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
         before = [np.array(tensor.host_view()) for tensor in changed]
-        choice = choose(self.among, StepRehearsal(self, batches, global_samples), self.group)
+
+        def rehearse(reducer: Reducer) -> None:
+            np.asarray(reducer.sum(self._gradients(batches, global_samples))[-1])  # waits for a device
+
+        reducer = measured_reducer(
+            self.config.reduce, self.world, self.flat, rehearse, self.chosen_reducer, self.announce
+        )
         for tensor, value in zip(changed, before, strict=True):
             tensor.assign(value)
-        if self.announce:
-            self.announce(choice)
-        return open_reducer(choice.candidate, self.group, self.layout.length)
+        return reducer
 
-    def gradients(self, batches: Sequence[Tensors], global_samples: int) -> tf.Tensor:
+    def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> tf.Tensor:
         """This rank's contribution; zeros where its part of the batch is empty."""
         share = tf.constant(1.0 / global_samples)
         scale = tf.constant(self.loss_scale.factor if self.loss_scale else 1.0)
@@ -168,7 +169,7 @@ class KerasFramework:
         for batch in batches:
             more = self.passes.gradients(batch, share, scale)
             flat = more if flat is None else flat + more
-        return tf.zeros((self.layout.length // ROW, ROW)) if flat is None else flat
+        return self.flat.zeros() if flat is None else flat
 
     def _apply(self, mine: tf.Tensor, total: tf.Tensor, global_samples: int) -> KerasStepResult:
         *slots, square = np.asarray(slots_and_norm(total)).tolist()
@@ -242,28 +243,6 @@ class KerasFramework:
         if self.reducer:
             self.reducer.close()
             self.reducer = None
-
-
-class StepRehearsal:
-    """See comm/auto.py."""
-
-    def __init__(self, framework: KerasFramework, batches: Sequence[Tensors], global_samples: int) -> None:
-        self.framework = framework
-        self.batches = batches
-        self.global_samples = global_samples
-        self.reducer: Reducer = NoReducer()
-
-    def open(self, candidate: Candidate) -> None:
-        """See Rehearsal."""
-        self.reducer = open_reducer(candidate, self.framework.group, self.framework.layout.length)
-
-    def run(self) -> None:
-        """See Rehearsal. Reading the totals waits for a device."""
-        np.asarray(self.reducer.sum(self.framework.gradients(self.batches, self.global_samples))[-1])
-
-    def close(self) -> None:
-        """See Rehearsal."""
-        self.reducer.close()
 
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:

@@ -10,9 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hpctrain.comm.buckets import Layout
-from hpctrain.comm.tensorflow_reduce import ROW
-from hpctrain.comm.totals import LOSS, SLOTS, WEIGHT, WEIGHTED
+from hpctrain.comm.tensorflow_flat import FlatGradients
+from hpctrain.comm.totals import LOSS, WEIGHT, WEIGHTED
 from hpctrain.errors import UserError
 from hpctrain.task import KerasTask
 
@@ -60,23 +59,26 @@ class Passes:
     def __init__(
         self,
         task: KerasTask,
+        flat: FlatGradients,
         sparse: str,
         compiled: bool,
         instead: Sequence[tuple[keras.Variable, tf.Variable]] = (),
     ) -> None:
         """
         Args:
+            flat: how the trainable variables' gradients are joined.
             sparse: ``densify`` or ``refuse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
             instead: variables of the model, and those whose values evaluation and prediction use in their place.
         """
         self.task = task
+        self.flat = flat
         self.sparse = sparse
         self.instead = instead
         self.gradients = Traced(self._gradients, compiled)
         """gradients(batch, share, loss_scale) -> float32[rows, 16]: of the loss' sum over the batch times both.
 
-        In the order of comm/buckets.py; the last row holds the slots of comm/totals.py. Share is 1 / global samples.
+        The last row holds the slots of comm/totals.py. ``share`` is 1 / samples of the global batch.
         """
         self.evaluate = Traced(self._evaluate, compiled)
         """evaluate(batch) -> {name: (sum, weight)}."""
@@ -89,15 +91,9 @@ class Passes:
             loss = self._loss(self._outputs(batch, training=True), batch)
             target = loss.total * share * loss_scale
         gradients = tape.gradient(target, [variable.value for variable in variables])
-        pieces = [
-            piece
-            for index in reversed(range(len(variables)))
-            for piece in padded(self._dense(variables[index], gradients[index]))
-        ]
-        slots = [tf.constant(0.0)] * SLOTS
-        slots[LOSS], slots[WEIGHT] = loss.total * share, loss.weight * share
-        slots[WEIGHTED] = tf.constant(float(loss.weighted))
-        return tf.reshape(tf.concat([*pieces, tf.stack(slots)], 0), (-1, ROW))
+        dense = [self._dense(variable, gradient) for variable, gradient in zip(variables, gradients, strict=True)]
+        slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
+        return self.flat.join(dense, slots)
 
     def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
         outputs = self._outputs(batch, training=False)
@@ -129,7 +125,7 @@ class Passes:
                 f"the gradient of {variable.path} is sparse, and reduce.sparse is refuse",
                 "set reduce.sparse: densify, or compute the gradient densely",
             )
-        return tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+        return tf.convert_to_tensor(gradient)
 
 
 @dataclass(frozen=True)
@@ -164,13 +160,6 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
 
 
-def padded(gradient: tf.Tensor) -> list[tf.Tensor]:
-    """A gradient as one row of numbers, and the zeros that fill up the buffer's last row of it."""
-    flat = tf.reshape(gradient, (-1,))
-    padding = -flat.shape[0] % ROW
-    return [flat, tf.zeros(padding)] if padding else [flat]
-
-
 @tf.function
 def slots_and_norm(flat: tf.Tensor) -> tf.Tensor:
     """float32[17]: the last row, then the square of the L2 norm of all others."""
@@ -181,11 +170,15 @@ class Update:
     """The optimizer's step, then the EMA of the weights."""
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], layout: Layout, compiled: bool
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        flat: FlatGradients,
+        compiled: bool,
     ) -> None:
         self.optimizer = optimizer
         self.variables = variables
-        self.layout = layout
+        self.flat = flat
         self.averages: list[tf.Variable] = []
         self.ema_decay = 0.0
         self.run = tf.function(self._run, jit_compile=compiled or None)
@@ -199,14 +192,7 @@ class Update:
     def _run(self, flat: tf.Tensor, factor: tf.Tensor | None) -> None:
         if factor is not None:
             flat = flat * factor
-        self.optimizer.apply(self._split(flat), self.variables)
+        gradients = zip(self.flat.split(flat), self.variables, strict=True)
+        self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
         for average, variable in zip(self.averages, self.variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))
-
-    def _split(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        sizes = self.layout.sizes[::-1]
-        *pieces, _ = tf.split(flat, [-(-size // ROW) for size in sizes] + [SLOTS // ROW])
-        return [
-            tf.cast(tf.reshape(tf.reshape(piece, (-1,))[:size], variable.shape), variable.dtype)
-            for piece, size, variable in zip(pieces[::-1], self.layout.sizes, self.variables, strict=True)
-        ]

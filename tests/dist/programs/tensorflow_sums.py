@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain.comm.auto import EVERY_CANDIDATE, Candidate
-from hpctrain.comm.tensorflow_reduce import ROW, open_reducer
+from hpctrain.comm.tensorflow_flat import ROW
+from hpctrain.comm.tensorflow_reduce import open_reducer
 from hpctrain.comm.world import connect
 
 ROWS = 1001

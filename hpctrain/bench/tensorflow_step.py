@@ -1,0 +1,211 @@
+"""Steps of two Keras models with each way of exchanging gradients, in turns, on the ranks that run this program."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from numpy.typing import NDArray
+
+from hpctrain.bench.step import Row, parser_of_ranks, rows, write_rows
+from hpctrain.bench.turns import Contender, take_turns
+from hpctrain.comm.auto import Candidate
+from hpctrain.comm.world import World, alone, connect
+from hpctrain.config import Config, ReduceConfig, TrainConfig
+from hpctrain.frameworks.tensorflow import KerasFramework
+from hpctrain.frameworks.tensorflow_runtime import set_environment
+from hpctrain.task import KerasTask
+from hpctrain.train.clock import IntervalClock
+
+
+def mlp() -> keras.Model:
+    """784-2048-2048-10: 5.8 M parameters."""
+    return keras.Sequential(
+        [
+            keras.Input((784,)),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def conv() -> keras.Model:
+    """Four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters."""
+    model = keras.Sequential([keras.Input((32, 32, 3))])
+    for stride, width in ((1, 32), (2, 64), (2, 128), (2, 256)):
+        model.add(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
+        model.add(layers.BatchNormalization())
+        model.add(layers.ReLU())
+    model.add(layers.GlobalAveragePooling2D())
+    model.add(layers.Dense(10))
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
+    "mlp": (mlp, (64, 784)),
+    "conv": (conv, (16, 32, 32, 3)),
+}
+"""Each model, and the shape of one rank's batch."""
+
+
+def cross_entropy(outputs: tf.Tensor, batch: Any) -> tf.Tensor:
+    """Mean over the samples."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model on this rank's samples."""
+
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    batch: dict[str, NDArray[Any]]
+
+
+def make_problem(name: str, world: World) -> Problem:
+    """The same weights on every rank, other samples."""
+    keras.utils.set_random_seed(0)
+    make, shape = MODELS[name]
+    random = np.random.default_rng(1 + world.rank)
+    inputs, labels = random.normal(size=shape).astype(np.float32), random.integers(0, 10, shape[0])
+    return Problem(make(), keras.optimizers.SGD(1e-3, momentum=0.9), {"input": inputs, "label": labels})
+
+
+class Ours:
+    """hpctrain's own step, as the training loop calls it."""
+
+    def __init__(self, problem: Problem, world: World, reduce: ReduceConfig, chosen: str | None) -> None:
+        task = KerasTask(problem.model, cross_entropy, problem.optimizer, None)
+        samples = len(problem.batch["label"]) * world.size
+        train = TrainConfig(steps=1, global_batch=samples)
+        config = Config(name="bench", task="bench:step", train=train, reduce=reduce)
+        self.batch, self.samples = problem.batch, samples
+        self.framework = KerasFramework(task, world, config, IntervalClock())
+        self.framework.chosen_reducer = chosen
+        self.choice: str | None = chosen
+        self.framework.announce = lambda choice: setattr(self, "choice", choice.candidate.name)
+        self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
+
+    def step(self) -> None:
+        """See Contender."""
+        self.framework.step([self.batch], self.samples)
+
+
+class Plain:
+    """One function for all of a step, as the documentation of Keras shows it, around another's exchange."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        tape_of: Callable[[tf.GradientTape], Any] = lambda tape: tape,
+        run: Callable[..., Any] = lambda function, *args: function(*args),
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = problem.model
+        batch = {name: tf.constant(value) for name, value in problem.batch.items()}
+        variables = problem.model.trainable_variables
+        problem.optimizer.build(variables)
+
+        def update(batch: Any) -> tf.Tensor:
+            with tf.GradientTape() as recorded:
+                loss = cross_entropy(problem.model(batch["input"], training=True), batch)
+            tape = tape_of(recorded)
+            problem.optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+            return loss
+
+        self.function = tf.function(lambda: run(update, batch))
+        self.close = close
+
+    def step(self) -> None:
+        """See Contender."""
+        self.function()
+
+    def weights_hash(self) -> str:
+        """See Contender."""
+        return hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in self.model.trainable_variables)).hexdigest()
+
+
+def plain_horovod(problem: Problem) -> Plain:
+    """Horovod's DistributedGradientTape at its defaults."""
+    import horovod.tensorflow as hvd
+
+    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # its default; an earlier start in this process may have set another
+    hvd.init()
+    return Plain(problem, tape_of=hvd.DistributedGradientTape, close=hvd.shutdown)
+
+
+def workers(world: World) -> tf.distribute.Strategy:
+    """TensorFlow's MultiWorkerMirroredStrategy over the ranks; it must exist before anything else uses TensorFlow."""
+    free = socket.create_server(("127.0.0.1", 0))
+    ports = world.everyone.allgather(free.getsockname()[1], "find the workers")
+    free.close()
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": world.rank}})
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def mirrored(strategy: Any, model: str, world: World) -> Plain:
+    """The plain step under a strategy: Keras' optimizers sum gradients over its replicas."""
+    with strategy.scope():
+        return Plain(make_problem(model, world), run=lambda function, *args: strategy.run(function, args=args))
+
+
+class Choices:
+    """Makes contenders by name; what ``auto`` chose for a model is kept for its later turns."""
+
+    def __init__(self, world: World, compression: str, strategy: tf.distribute.Strategy | None) -> None:
+        self.world, self.compression, self.strategy = world, compression, strategy
+        self.chosen: dict[str, str | None] = {}
+
+    def make(self, model: str, contender: str) -> Contender:
+        """A contender with a fresh model."""
+        os.environ.pop("HOROVOD_CYCLE_TIME", None)
+        if contender == "mwms":
+            return mirrored(self.strategy, model, self.world)
+        problem = make_problem(model, self.world)
+        if contender == "plain":
+            return Plain(problem)
+        if contender == "horovod-plain":
+            return plain_horovod(problem)
+        if contender == "none":
+            return Ours(problem, alone(), ReduceConfig(), None)
+        if contender == "auto":
+            config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
+            ours = Ours(problem, self.world, config, self.chosen.get(model))
+            ours.step()
+            self.chosen[model] = ours.choice
+            return ours
+        if contender in ("mpi", "horovod"):
+            return Ours(problem, self.world, ReduceConfig(kind=contender), None)  # type: ignore[arg-type]
+        return Ours(problem, self.world, ReduceConfig(), Candidate.parse(contender).name)
+
+
+def main() -> None:
+    """Rank 0 writes the rows."""
+    args = parser_of_ranks().parse_args()
+    set_environment(threads=None)
+    world = connect()
+    contenders = args.contenders.split(",")
+    choices = Choices(world, args.compression, workers(world) if "mwms" in contenders else None)
+    found: list[Row] = []
+    for model in args.models.split(","):
+        make = functools.partial(choices.make, model)
+        times, equal = take_turns(contenders, make, args.rounds, args.steps, world.data)
+        found += rows("tensorflow", model, times, equal, choices.chosen.get(model))
+    if world.rank == 0:
+        write_rows(args.out, found)
+
+
+if __name__ == "__main__":
+    main()
