@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain import events
 from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.launch import launchers, processes
 from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord, collect, merge, pieces
@@ -94,7 +95,7 @@ class Attempt:
         attempts = [*self.run_dir.attempts()]
         if attempts:
             attempts[-1] = {**attempts[-1], "to_step": self.run_dir.newest_checkpoint_step()}
-        failure = self.failure or self.launch_failure(words, text)
+        failure = self.hang() or self.failure or self.launch_failure(words, text)
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
 
     def watch(self) -> None:
@@ -218,6 +219,20 @@ class Attempt:
         words = collect(self.run_dir, self.number)
         deaths = launchers.deaths(text) if self.failure is None else []
         return [complete(word, deaths, words) for word in words]
+
+    def hang(self) -> Verdict | None:
+        """Why the monitor ended the ranks, if it did; their deaths are its doing then."""
+        try:
+            told = events.decode(self.run_dir.monitor_events.read_bytes())
+        except OSError:
+            return None
+        for event in told:
+            ended = event["event"] == "hang" and event.get("kind") == "hung" and event.get("action") == "abort"
+            if ended and event["attempt"] == self.number:
+                culprit = next((rank["rank"] for rank in event["ranks"]), None)
+                fix = f"the stacks are in {self.run_dir.monitor}; the same command resumes from the last checkpoint"
+                return Verdict(Action.REQUEUE, ExitCode.FAILURE, event["sentence"], fix, culprit, cause="hang")
+        return None
 
     def launch_failure(self, words: Sequence[LastWord], text: str) -> Verdict | None:
         """Why ranks are missing altogether, if they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,10 +18,11 @@ from hpctrain.launch.local import plain_command, rank_environment
 from hpctrain.launch.slurm import client, in_job
 from hpctrain.launch.slurm.directives import ranks_per_node
 from hpctrain.launch.slurm.job import Job, current
-from hpctrain.launch.slurm.submission import ALIVE, settle
+from hpctrain.launch.slurm.submission import ALIVE, Submitted, record, settle, submissions
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.monitor.exclude import excluded
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
 
 LEAVE_S = 60.0
@@ -38,7 +40,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
     config = load(run_file, overrides)
     run_dir = RunDir.for_config(config)
-    config = settle(config, run_dir)
+    config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
     verdict = supervise(
         run_dir,
@@ -53,6 +55,12 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     return follow(verdict, config, run_dir, job)
 
 
+def as_allocated(config: Config, job: Job) -> Config:
+    """The run on the nodes that it has got: a script for any run file may bring others than the run file names."""
+    launch = dataclasses.replace(config.launch, nodes=job.nodes, ranks_per_node=max(1, job.ranks // job.nodes))
+    return dataclasses.replace(config, launch=launch)
+
+
 def limits(config: Config) -> Limits:
     """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
     grace_s = max(config.launch.stop_grace_s, 0.9 * (config.launch.slurm.signal_s or 0))
@@ -61,13 +69,9 @@ def limits(config: Config) -> Limits:
 
 def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose: bool) -> Launch:
     """What starts the ranks; what prevents it stands in the run folder, too."""
+    if job.id not in [each.job for each in submissions(run_dir)]:  # by sbatch itself
+        record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
     try:
-        if job.nodes != config.launch.nodes or job.ranks != job.nodes * ranks_per_node(config.launch):
-            raise UserError(
-                f"the job has {job.nodes} nodes and {job.ranks} ranks, the run file asks for {config.launch.nodes} nodes "
-                f"with {ranks_per_node(config.launch)} ranks each",
-                "submit it with hpctrain submit, or give sbatch the same --nodes and --ntasks-per-node",
-            )
         prepared = in_job.prepare(config, run_dir, job)
     except HpctrainError as error:
         verdict = Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause="preflight")
@@ -101,7 +105,7 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
         in_job.end_chain(run_dir, job)
         return verdict.exit_code
     try:
-        in_job.requeue(config, run_dir, job)
+        in_job.requeue(config, run_dir, job, hosts_to_leave_out(config, run_dir))
     except HpctrainError as error:
         say(f"not requeued: {error}")
         run_dir.update(not_requeued=error.what)
@@ -110,6 +114,13 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
     # Slurm ends this process now. Leaving before would have the job counted as ended.
     time.sleep(LEAVE_S)
     return verdict.exit_code
+
+
+def hosts_to_leave_out(config: Config, run_dir: RunDir) -> list[str]:
+    """Hosts whose slowness the monitor confirmed as their own, where the run file wants them left out."""
+    if config.monitor.action != "exclude_on_requeue":
+        return []
+    return [entry.host for entry in excluded(run_dir.monitor, time.time())]
 
 
 def forget_dead_holder(run_dir: RunDir) -> None:
