@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             wheel = None if args.force else _cached_wheel(cache, recipe)
             if wheel is None:
                 wheel, built = Build(cache, recipe, mpi, cuda, args.sdist).run(edits, say), True
-    if built or _installed_version() != recipe.version:
+    if built or _version_of("horovod") != recipe.version:
         say(f"Installing {wheel.name}")
         _install(wheel, again=built)
     for framework in frameworks:
@@ -132,10 +132,6 @@ def _version_of(*names: str) -> str | None:
 
 def _cached_wheel(cache: Path, recipe: Recipe) -> Path | None:
     return next(cache.glob(f"horovod-{recipe.version}-*.whl"), None)
-
-
-def _installed_version() -> str | None:
-    return _version_of("horovod")
 
 
 def _install(wheel: Path, again: bool) -> None:

@@ -51,11 +51,11 @@ _FOR_CPUS = (
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
     ),
-    # A CUDA build of torch beside some nvcc must not turn a build for CPUs into one for GPUs without NCCL.
+    # A CUDA build of torch beside some nvcc must not turn a build for CPUs into half a build for GPUs.
     Edit(
-        "horovod/torch/CMakeLists.txt",
-        "elseif (Pytorch_CUDA AND NOT HAVE_CUDA)",
-        "elseif (FALSE)",
+        "cmake/Modules/FindPytorch.cmake",
+        "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        "print(False)",
     ),
 )
 _FOR_GPUS = (
