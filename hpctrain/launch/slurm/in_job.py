@@ -157,7 +157,7 @@ def requeue(config: Config, run: RunDir, job: Job, exclude: Sequence[str] = ()) 
         raise NoRequeue(
             f"{attempts} attempts used up launch.slurm.max_requeues {slurm.max_requeues}", "raise it and resume"
         )
-    if exclude:
+    if exclude and (run.path / "job.sbatch").exists():
         from hpctrain.launch.slurm.submission import Submitted, record
 
         hosts = ",".join([*slurm.exclude, *exclude])
