@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from hpctrain.checkpoint.format import Piece, TensorSpec, check_tensors, shard_file
 from hpctrain.checkpoint.partition import partition
 from hpctrain.checkpoint.shard import ShardImage, host_buffer, skeleton
-from hpctrain.checkpoint.store import CheckpointStore, write_record
+from hpctrain.checkpoint.store import CheckpointStore, leave_record
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, RunFailed
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
@@ -107,6 +108,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
         self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
+        self.tensors: list[StateTensor] = []
         self.sources: list[int] = []
         self.total_bytes = 0
         self.image: ShardImage | None = None
@@ -121,6 +123,9 @@ class Saver:
 
     def prepare(self, tensors: Sequence[StateTensor]) -> ShardImage:
         """Lays out this rank's shard and allocates staging; ``begin`` does so by itself when tensors are new to it."""
+        if self.image is not None and len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
+            return self.image
+        self.tensors = list(tensors)
         layout = [(tensor.name, tensor.shape, tensor.dtype, tensor.placement) for tensor in tensors]
         if self.image is None or layout != self.layout:
             self.image = None  # frees the old staging before the new is taken
@@ -212,9 +217,13 @@ class Saver:
             if outcome:
                 return outcome
 
+    def rest(self) -> None:
+        """Waits until the background thread has nothing to do."""
+        self.thread.submit(int).result()
+
     def close(self) -> None:
-        """Ends the thread after what it is doing; a checkpoint in flight stays uncommitted."""
-        self.thread.shutdown(wait=True, cancel_futures=True)
+        """Ends the thread after what it has to do; a checkpoint in flight stays uncommitted."""
+        self.thread.shutdown(wait=True)
 
     def _write(self, image: ShardImage, partial: Path) -> None:
         """On every rank, in the background."""
@@ -224,18 +233,21 @@ class Saver:
         needed = self.total_bytes + SPARE_BYTES
         if available < needed:
             raise OSError(f"{self.store.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed")
-        shard = image.write(partial / shard_file(self.group.rank, self.group.size))
-        write_record(partial, shard)
+        file = shard_file(self.group.rank, self.group.size)
+        leave_record(partial, file, image.write(partial / file))
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
-        manifest = self.store.commit(partial, step, self.group.size, meta)
+        num_bytes = self.store.commit(partial, step, self.group.size, meta)
         self.sound.add(step)
+        return num_bytes
+
+    def _clear(self) -> None:
+        """On rank 0, in the background: removes what is no longer kept, which takes longer than a commit."""
         keep = self.protected | {max(self.sound)}
-        with suppress(OSError, HpctrainError):  # this checkpoint is there all the same; the next one tries again
+        with suppress(OSError, HpctrainError):  # the next one tries again
             for old in self.store.keep.removable(self.store.steps(), keep):
                 self.store.remove(old)
-        return manifest.num_bytes
 
     def _enter(self, job: Job, stage: Stage, work: Callable[..., Any], *arguments: Any) -> None:
         """Starts the next stage's work on rank 0; the others have none."""
@@ -246,6 +258,8 @@ class Saver:
         """The job is over."""
         self.job = None
         num_bytes = job.future.result() if job.stage is Stage.COMMITTING else 0
+        if self.group.rank == 0 and not job.error:
+            self.thread.submit(self._clear)
         seconds = time.monotonic() - job.begin
         return Outcome(job.step, self.store.folder(job.step), num_bytes, job.stall_s, seconds, job.error)
 

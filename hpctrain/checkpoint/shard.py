@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.checksum import checksums
 from hpctrain.checkpoint.files import BLOCK_BYTES, open_regular, write_durably
-from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Piece, Shard, StoredPiece
+from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Piece, Shard
+from hpctrain.checkpoint.manifest import piece_text, shard_text
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used where they lie in the image."""
@@ -146,23 +147,20 @@ class ShardImage:
         for page, data in plan.pages.items():
             part = self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
             part[:] = np.frombuffer(data, dtype=np.uint8)[: part.size]
+        layout = sorted(zip(plan.offsets, plan.pieces, strict=True), key=lambda placed: placed[0])
         self.views = [
             view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
         ]
+        self.extents = [(offset, piece.num_bytes) for offset, piece in layout]
+        self.texts = [piece_text(piece, offset) for offset, piece in layout]
 
-    def write(self, path: Path) -> Shard:
-        """Writes the image to a new file, durably, and sums it up meanwhile. Raises OSError."""
-        order = sorted(range(len(self.plan.pieces)), key=self.plan.offsets.__getitem__)
-        extents = [(self.plan.offsets[index], self.plan.pieces[index].num_bytes) for index in order]
+    def write(self, path: Path) -> bytes:
+        """Writes a new file, durably, and sums it up meanwhile; returns its entry of the manifest. Raises OSError."""
         with ThreadPoolExecutor(1, "checksum") as helper:
-            summing = helper.submit(checksums, self.buffer, extents)
+            summing = helper.submit(checksums, self.buffer, self.extents)
             write_durably(path, self.buffer)
             whole, sums = summing.result()
-        crc_of = dict(zip(order, sums, strict=True))
-        pieces = tuple(
-            StoredPiece(piece, self.plan.offsets[index], crc_of[index]) for index, piece in enumerate(self.plan.pieces)
-        )
-        return Shard(path.name, self.plan.num_bytes, whole, pieces)
+        return shard_text(path.name, self.plan.num_bytes, whole, self.texts, sums)
 
 
 def view_of(buffer: NDArray[np.uint8], piece: Piece, offset: int) -> NDArray[Any]:

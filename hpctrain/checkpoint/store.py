@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -18,7 +19,6 @@ from hpctrain.checkpoint.format import (
     STEP_FOLDER,
     DamagedCheckpoint,
     Manifest,
-    Shard,
     shard_file,
     step_folder,
 )
@@ -113,7 +113,9 @@ class CheckpointStore:
             step = self.group.broadcast(max(self.steps(), default=-1) + 1, "number the checkpoint")
         tensors = array_tensors(arrays, rank_arrays or {})
         self.saver.begin(tensors, step, dict(meta or {}))
-        return self.saver.finish().path_or_raise()
+        path = self.saver.finish().path_or_raise()
+        self.saver.rest()
+        return path
 
     def load(self, step: int | None = None) -> Loaded:
         """The newest sound checkpoint, or that of a step. Collective over the store's group.
@@ -141,23 +143,17 @@ class CheckpointStore:
         """Folder in which a checkpoint is written before it is committed."""
         return self.path / f"{PARTIAL}{step_folder(step)}-{token}"
 
-    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any]) -> Manifest:
-        """Makes a partial checkpoint, whose shards are durable, the checkpoint of a step. One process calls it.
+    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any]) -> int:
+        """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
 
         Order: manifest, names in the folder, fence, rename, name of the folder; each durable before the next.
         """
-        records = [partial / record_file(rank, ranks) for rank in range(ranks)]
-        manifest = Manifest(step, ranks, tuple(read_record(record) for record in records), dict(meta))
-        problem = manifest_file.coverage_problem(manifest)
-        for shard in manifest.shards:
-            size = os.lstat(partial / shard.file).st_size
-            if size != shard.num_bytes:
-                problem = f"{shard.file} has {size} bytes in place of {shard.num_bytes}"
-        if problem:
-            raise DamagedCheckpoint(f"{partial} is not complete: {problem}", "look for I/O errors on the ranks' nodes")
-        for record in records:
-            record.unlink()
-        write_durably(partial / MANIFEST_FILE, manifest_file.encode(manifest))
+        texts, total = [], 0
+        for rank in range(ranks):
+            text, num_bytes = take_record(partial, shard_file(rank, ranks))
+            texts.append(text)
+            total += num_bytes
+        write_durably(partial / MANIFEST_FILE, manifest_file.encode(step, ranks, meta, texts))
         sync_folder(partial)
         self.fence()
         target = self.folder(step)
@@ -169,7 +165,7 @@ class CheckpointStore:
         sync_folder(self.path)
         if replaced.exists():
             self._delete(replaced)
-        return manifest
+        return total
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint, after the fence."""
@@ -222,16 +218,17 @@ class CheckpointStore:
         partial.mkdir(exist_ok=True)
 
 
-def record_file(rank: int, ranks: int) -> str:
-    """A rank's note to the committing rank: its shard's entry of the manifest."""
-    return shard_file(rank, ranks) + ".json"
+def leave_record(partial: Path, file: str, text: bytes) -> None:
+    """Leaves a shard's entry of the manifest beside it, for the committing rank."""
+    (partial / f"{file}.entry").write_bytes(hashlib.sha256(text).hexdigest().encode() + text)
 
 
-def write_record(partial: Path, shard: Shard) -> None:
-    """Leaves a shard's entry beside it."""
-    (partial / f"{shard.file}.json").write_bytes(manifest_file.to_json(manifest_file.shard_to_json(shard)))
-
-
-def read_record(path: Path) -> Shard:
-    """A shard's entry."""
-    return manifest_file.shard_from_json(manifest_file.parse_json(path.read_bytes(), str(path)), str(path))
+def take_record(partial: Path, file: str) -> tuple[bytes, int]:
+    """A shard's entry, which is removed, and the shard's size. Raises DamagedCheckpoint where it is not whole."""
+    path = partial / f"{file}.entry"
+    record = path.read_bytes()
+    digest, text = record[:64], record[64:]
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise DamagedCheckpoint(f"{path} is not what its rank wrote", "look for I/O errors on the ranks' nodes")
+    path.unlink()
+    return text, os.lstat(partial / file).st_size

@@ -270,8 +270,15 @@ def made_for_fp32() -> keras.Model:
     return plain_model()
 
 
+def made_in_float64() -> keras.Model:
+    """A model of double precision."""
+    keras.config.set_dtype_policy("float64")
+    return plain_model()
+
+
 def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "no weights yet" in refusal(model=lambda: keras.Sequential([layers.Dense(3)]))
+    assert "is float64" in refusal(model=made_in_float64)
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
 
 
