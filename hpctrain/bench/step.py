@@ -42,7 +42,9 @@ class Row:
     """What ``auto`` chose."""
 
 
-def rows(framework: str, model: str, times_s: dict[str, float], equal: dict[str, bool], choice: str | None) -> list[Row]:
+def rows(
+    framework: str, model: str, times_s: dict[str, float], equal: dict[str, bool], choice: str | None
+) -> list[Row]:
     """Rows of one model from the contenders' median step times."""
     limit = times_s.get("none")
     return [
@@ -61,18 +63,23 @@ def rows(framework: str, model: str, times_s: dict[str, float], equal: dict[str,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See cli."""
-    parser.add_argument("--framework", choices=[*FRAMEWORKS, "all"], default="torch", help="whose step (default: torch)")
+    parser.add_argument(
+        "--framework", choices=[*FRAMEWORKS, "all"], default="torch", help="whose step (default: torch)"
+    )
     parser.add_argument("--models", default="", help="comma-separated among gpt, mlp, conv (default: all)")
     parser.add_argument(
         "--contenders",
         default="",
-        help="comma-separated among none, auto, horovod, mpi, ddp, mwms, horovod-plain, or one way such as mpi-flat-fp16",
+        help="comma-separated: none, auto, horovod, mpi, ddp, mwms, horovod-plain, or one way such as mpi-flat-fp16",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a turn (default: 12)")
     parser.add_argument(
-        "--compression", choices=("none", "fp16", "auto"), default="none", help="what auto may choose from (default: none)"
+        "--compression",
+        choices=("none", "fp16", "auto"),
+        default="none",
+        help="what auto may choose from (default: none)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -95,7 +102,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    framework: str, models: Sequence[str], contenders: Sequence[str], ranks: int, rounds: int, steps: int, compression: str
+    framework: str,
+    models: Sequence[str],
+    contenders: Sequence[str],
+    ranks: int,
+    rounds: int,
+    steps: int,
+    compression: str,
 ) -> list[Row]:
     """Runs the framework's program on ranks of this machine. All contenders take turns within it.
 
@@ -126,8 +139,9 @@ def measure(
         command = [*prefix, sys.executable, "-m", FRAMEWORKS[framework], *words]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         if ended.returncode or not out.exists():
+            said = (ended.stdout + ended.stderr)[-4000:]
             raise RunFailed(
-                f"the {framework} benchmark ended with code {ended.returncode}:\n{(ended.stdout + ended.stderr)[-4000:]}",
+                f"the {framework} benchmark ended with code {ended.returncode}:\n{said}",
                 "read the lines above; hpctrain doctor checks the installation",
             )
         return [Row(**row) for row in json.loads(out.read_text())["rows"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import statistics
@@ -31,8 +32,10 @@ class Conv(nn.Sequential):
     def __init__(self) -> None:
         widths = (3, 32, 64, 128, 256)
         blocks = [
-            nn.Sequential(nn.Conv2d(a, b, 3, stride=1 if a == 3 else 2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in zip(widths, widths[1:], strict=False)
+            nn.Sequential(
+                nn.Conv2d(a, b, 3, stride=1 if a == 3 else 2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()
+            )
+            for a, b in itertools.pairwise(widths)
         ]
         super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
@@ -155,7 +158,9 @@ class Choices:
         if contender in ("mpi", "horovod"):
             config = ReduceConfig(kind=contender)  # type: ignore[arg-type]
             return Ours(problem, measured_reducer(config, self.world, problem.model, lambda reducer: None), size)
-        return Ours(problem, make_reducer(Candidate.parse(contender), self.world.data, problem.model, ReduceConfig()), size)
+        return Ours(
+            problem, make_reducer(Candidate.parse(contender), self.world.data, problem.model, ReduceConfig()), size
+        )
 
     def _automatic(self, problem: Problem, model: str) -> Reducer:
         config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
@@ -203,7 +208,7 @@ def compare(model: str, contenders: Sequence[str], choices: Choices, rounds: int
 
 
 def join_gloo(world: World) -> None:
-    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0's address where its host name does not."""
+    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0 where its host name does not."""
     free = socket.create_server(("", 0))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1" if world.nodes == 1 else world.host)
     where = world.everyone.broadcast([address, free.getsockname()[1]], "find rank 0")

@@ -1,8 +1,8 @@
 """Which way of summing gradients is fastest here: measured on the real model, before the first update.
 
-Candidates take turns in rehearsals: forward, backward and exchange on real data without an update, after which the model is as
-before. So what is trained never depends on what was measured, only on the choice; and a run that keeps its choice on resume
-ends with the same bits.
+Candidates take turns in rehearsals: forward, backward and exchange on real data without an update, after which the
+model is as before. So what is trained never depends on what was measured, only on the choice; and a run that keeps its
+choice on resume ends with the same bits.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ class Choice:
 
     def to_event(self) -> dict[str, Any]:
         """JSON-able, for the run folder."""
-        return {"reducer": self.candidate.name, "seconds": {name: round(value, 6) for name, value in self.seconds.items()}}
+        return {
+            "reducer": self.candidate.name,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+        }
 
 
 PASSES = 3
@@ -163,9 +166,9 @@ ADVANTAGE = 0.02
 def choose(
     among: Sequence[Candidate], rehearsal: Rehearsal, group: Group, now: Callable[[], float] = time.perf_counter
 ) -> Choice:
-    """Measures the candidates in turns and returns the same choice on every rank: the least maximum over ranks of median times.
+    """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
 
-    Collective over the group. Takes about ten seconds at most, or one untimed and one timed step a candidate where those are slower.
+    Collective over the group. Takes about ten seconds at most, or two steps of each candidate where those are slower.
     """
     times: dict[str, list[float]] = {candidate.name: [] for candidate in among}
     runs = 1

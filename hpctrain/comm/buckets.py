@@ -26,7 +26,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """A flat buffer: gradients in reverse parameter order (backward finishes the last layers first), then the extra slots."""
+    """A flat buffer: gradients in reverse parameter order (backward ends with the first layers), then extra slots."""
 
     offsets: tuple[int, ...]
     """First element of each parameter's gradient, by parameter index."""

@@ -17,6 +17,7 @@ SETTINGS = {
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
 }
 """Environment variables that Horovod reads when it starts; what the user has set stays."""
+MPI_LIBRARY = re.compile(r"lib(mpi|mpich|mpi-\w+|mpi_(?!cxx|mpifh|usempi)\w+)\.so[.\d]*")
 BUILD = "run: hpctrain install-horovod"
 
 
@@ -24,7 +25,8 @@ def load(framework: str) -> ModuleType:
     """Imports ``horovod.torch`` or ``horovod.tensorflow`` and checks that it can work here.
 
     Raises:
-        UserError: Horovod is missing, was built without this framework, cannot be loaded, or uses another MPI library than mpi4py.
+        UserError: Horovod is missing, was built without this framework, cannot be loaded, or uses another MPI
+            than mpi4py.
     """
     name = f"horovod.{framework}"
     try:
@@ -56,7 +58,7 @@ def available(framework: str) -> bool:
 def mpi_libraries(maps: str) -> list[str]:
     """The MPI libraries that a process has mapped, from the text of /proc/<pid>/maps."""
     paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6}
-    return sorted(path for path in paths if re.fullmatch(r"lib(mpi|mpich|mpi_\w+|mpi-\w+)\.so[.\d]*", Path(path).name) and "cxx" not in path)
+    return sorted(path for path in paths if MPI_LIBRARY.fullmatch(Path(path).name))
 
 
 def start(module: ModuleType, group: Group) -> None:
@@ -67,7 +69,7 @@ def start(module: ModuleType, group: Group) -> None:
     """
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
-    # Horovod 0.28.1 crashes at its second start where both this and the cycle time are set; without fusion it has no meaning.
+    # Horovod 0.28.1 crashes at its second start where this and the cycle time are set; without fusion it means nothing.
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     module.init()
     if (module.rank(), module.size()) != (group.rank, group.size):

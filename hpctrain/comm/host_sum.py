@@ -25,7 +25,7 @@ class HostSum(Protocol):
     """This rank's values before, the sums after ``finish``; one-dimensional."""
 
     def start(self, begin: int, end: int) -> None:
-        """These elements are complete and may travel; calls before ``finish`` cover the buffer in order, or are left out."""
+        """These elements are complete and may travel; the calls before ``finish`` cover the buffer in order."""
 
     def finish(self) -> None:
         """Returns when the whole buffer holds the sums."""
@@ -84,7 +84,7 @@ class OverlappedSum:
 
 
 class CompressedSum:
-    """16 bits a value on the wire, fp32 sums: each rank gets its slice of all ranks, adds in rank order, sends the rounded sum.
+    """16 bits a value on the wire, fp32 sums: each rank gets its slice of all ranks, adds in rank order, rounds, sends.
 
     The last ``extra`` elements travel as they are: losses and weights keep fp32's precision. All ranks decode the same
     words, so they hold the same bits.

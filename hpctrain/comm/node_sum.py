@@ -1,9 +1,9 @@
 """Sums over ranks through the memory they share.
 
-The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice of
-all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at the speed of
-memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up their slices
-by MPI in between, so that every rank's share of the network is used.
+The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice
+of all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at
+the speed of memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up
+their slices by MPI in between.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NodeSum:
 
     def finish(self) -> None:
         """Overwrites the buffers of all ranks with their sum."""
-        self.node.Barrier()
+        meet(self.node)
         if self.peers:
             self._sum_slice(write_back=False)
             from mpi4py import MPI
@@ -57,7 +57,7 @@ class NodeSum:
                 part[self.slice] = self.parts[0][self.slice]
         else:
             self._sum_slice(write_back=True)
-        self.node.Barrier()
+        meet(self.node)
 
     def _sum_slice(self, write_back: bool) -> None:
         for begin in range(self.slice.start, self.slice.stop, CHUNK):
@@ -74,8 +74,15 @@ class NodeSum:
             self.peers.Free()
 
 
+def meet(comm: MPI.Comm) -> None:
+    """A barrier that leaves its core to whoever can use it: loaders and writers, or a rank that has not arrived yet."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        os.sched_yield()
+
+
 def add_pairwise(terms: Sequence[NDArray[Any]]) -> None:
-    """Leaves the sum in the first term and overwrites the others; rounding grows with the logarithm of their number only."""
+    """Leaves the sum in the first term and overwrites others; rounding grows with the logarithm of their number."""
     stride = 1
     while stride < len(terms):
         for index in range(0, len(terms) - stride, 2 * stride):
@@ -84,10 +91,10 @@ def add_pairwise(terms: Sequence[NDArray[Any]]) -> None:
 
 
 def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32) -> NodeSum | None:
-    """Shared buffers of ``length`` elements for each rank of the group, or None, on every rank alike, where that cannot be.
+    """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be.
 
-    It cannot where no two ranks share a node, where nodes hold different numbers of ranks, or where the shared memory is too
-    small or separate (containers).
+    It cannot where no two ranks share a node, where nodes hold different numbers of ranks, or where shared memory is
+    too small or separate (containers).
     """
     if group.comm is None:
         return None
@@ -110,9 +117,10 @@ def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32) -> N
 
 
 def _share(node: Group, bytes_each: int, rank: int) -> mmap.mmap | None:
-    """Memory that all ranks of a node map. Each allocates its own part: it lies near its core, and a full /dev/shm shows here.
+    """Memory that all ranks of a node map. Each allocates its own part: it lies near its core, and lack of space shows.
 
-    A file of our own rather than an MPI window: every MPI can do it, and too little space is an error, not a bus error later.
+    A file of our own rather than an MPI window: every MPI can do it, and a full /dev/shm is an error here instead of a
+    bus error later.
     """
     path = f"{FOLDER}/hpctrain-{secrets.token_hex(8)}"
     handle = _allocate(path, os.O_CREAT | os.O_EXCL, 0, bytes_each) if rank == 0 else None

@@ -20,9 +20,9 @@ Sparse = Literal["densify", "refuse"]
 class FlatGradients:
     """Takes each gradient into the flat buffer the moment backward has it, while it is still in the core's cache.
 
-    Backward runs with ``grad`` None, so autograd hands over its own result instead of adding to zeros: copying that costs one
-    pass where accumulating into a view costs two and a pass to clear it. After the exchange ``publish`` makes each ``grad`` a view
-    of the buffer.
+    Backward runs with ``grad`` None, so autograd hands over its own result instead of adding to zeros: copying that
+    costs one pass where accumulating into a view costs two, and clearing it one. After the exchange
+    ``publish`` makes each ``grad`` a view of the buffer.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FlatGradients:
         ready: Callable[[int], None],
         sparse: Sparse = "densify",
     ) -> None:
-        """``ready(bucket)`` is called as soon as all gradients of a bucket, and of the ones before it, are in the buffer."""
+        """``ready(bucket)`` is called once all gradients of a bucket, and of those before it, are in the buffer."""
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.layout = layout
@@ -109,7 +109,7 @@ class FlatGradients:
         number = self.bucket_of[index]
         if number < self.sent:
             raise UserError(
-                f"the gradient of {self.names[index]} changed after it was sent: several backward passes make one update",
+                f"the gradient of {self.names[index]} changed after it was sent: an update has several backward passes",
                 "set reducer.last_backward = False before all but the last, or reduce.overlap: off",
             )
         self.missing[number] -= 1

@@ -17,11 +17,9 @@ POLL_S = 5e-5
 
 
 class HorovodSum:
-    """Few large messages with fixed names and bounds: nothing is negotiated anew, and timing cannot change the sums' order."""
+    """Few large messages of fixed names and bounds: nothing is negotiated anew, and timing changes no sum."""
 
-    def __init__(
-        self, horovod: Any, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
-    ) -> None:
+    def __init__(self, horovod: Any, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
         self.horovod = horovod
         self.gradients = layout.gradients
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)

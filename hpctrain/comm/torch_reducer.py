@@ -47,7 +47,7 @@ class Reducer(Protocol):
         """Returns when all gradients are sums over the ranks, with what travelled along.
 
         Args:
-            loss: this rank's part of the mean loss; or of the loss sum, over ``global_samples``, where a weight is given.
+            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, where a weight is given.
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
 
@@ -257,10 +257,14 @@ def require_same_model(group: Group, model: Module) -> None:
 def _common(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:
     """The type in which gradients are summed and the device they lie on."""
     if not parameters:
-        raise UserError("the model has no parameter that wants a gradient", "leave requires_grad on for what is to be trained")
+        raise UserError(
+            "the model has no parameter that wants a gradient", "leave requires_grad on for what is to be trained"
+        )
     devices = {parameter.device for _, parameter in parameters}
     if len(devices) > 1:
-        raise UserError(f"the model is spread over {len(devices)} devices", "put all parameters of a rank on one device")
+        raise UserError(
+            f"the model is spread over {len(devices)} devices", "put all parameters of a rank on one device"
+        )
     odd = [name for name, parameter in parameters if not parameter.dtype.is_floating_point]
     if odd:
         raise UserError(f"parameter {odd[0]} is not of a real floating-point type", "use real-valued parameters")

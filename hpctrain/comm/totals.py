@@ -15,8 +15,9 @@ LOSS, WEIGHT, WEIGHTED = 0, 1, 2
 class Totals:
     """What all ranks together know after an exchange.
 
-    A mean loss contributes ``mean * local_samples / global_samples`` on each rank and its gradients likewise. A (sum, weight)
-    loss contributes both divided by ``global_samples``, and gradients must be divided by ``divisor`` after the exchange.
+    A mean loss contributes ``mean * local_samples / global_samples`` on each rank and its gradients likewise. A
+    (sum, weight) loss contributes both divided by ``global_samples``, and gradients must be divided by ``divisor``
+    after the exchange.
     """
 
     loss: float
@@ -26,7 +27,7 @@ class Totals:
 
 
 def totals(slots: Sequence[float]) -> Totals:
-    """Reads the summed slots. A rank whose part of the batch is empty leaves its slots at zero and learns the kind from the others."""
+    """Reads the summed slots. A rank without samples leaves its slots at zero and learns the kind from the others."""
     if slots[WEIGHTED] and slots[WEIGHT]:
         return Totals(slots[LOSS] / slots[WEIGHT], slots[WEIGHT])
     return Totals(slots[LOSS], 1.0)

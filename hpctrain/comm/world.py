@@ -86,7 +86,7 @@ def connect(expected: int | None = None) -> World:
     if expected is not None and world.size != expected:
         raise UserError(
             f"the launcher started {expected} ranks but MPI sees {world.size}: the ranks do not find each other",
-            "start them with the mpirun (or srun --mpi type) of the MPI library that mpi4py uses; hpctrain doctor names it",
+            "start them with the mpirun (or srun --mpi type) of the MPI that mpi4py uses; hpctrain doctor names it",
         )
     return world
 

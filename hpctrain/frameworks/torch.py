@@ -62,14 +62,16 @@ class TorchStepResult:
 
     def sums(self) -> Sums:
         """See StepResult."""
-        return {"loss": self.loss} if self.grad_norm is None else {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
+        return (
+            {"loss": self.loss} if self.grad_norm is None else {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
+        )
 
 
 class TorchFramework:
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
 
-    The reducer is made with the first update: ``auto`` measures on its batch. Set ``chosen_reducer`` before that to keep an
-    earlier choice, ``announce`` to hear of a new one.
+    Where there is a choice, the reducer is made with the first update: ``auto`` measures on its batch. Set
+    ``chosen_reducer`` before that to keep an earlier choice, ``announce`` to hear of a new one.
     """
 
     name = "torch"
@@ -138,7 +140,7 @@ class TorchFramework:
     def _gradients(
         self, reducer: Reducer, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
     ) -> tuple[tuple[float, float], Totals]:
-        """Forward and backward over the micro-batches, then the exchange; this rank's (loss sum, weight), and all ranks' totals."""
+        """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
         reducer.begin()
         factor = (self.scale.factor if self.scale else 1.0) / global_samples
         loss: Any = 0.0

@@ -11,7 +11,7 @@ SMALLEST = 2.0**-10
 
 
 class LossScale:
-    """Halved when a gradient overflows, doubled after many steps without. Equal on all ranks: so are the sums it looks at."""
+    """Halved when a gradient overflows, doubled after many steps without. Equal on all ranks: so are the sums."""
 
     def __init__(self) -> None:
         self.state = np.array([INITIAL, 0.0], np.float64)

@@ -85,7 +85,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> list[St
     """``optimizer/<slot>/<parameter>``, from the names of parameters by id; empty before the first update.
 
     Raises:
-        UserError: the optimizer holds what is neither tensor nor number, or updates a parameter that is not the model's.
+        UserError: the optimizer holds what is neither tensor nor number.
     """
     tensors: list[StateTensor] = []
     for group in optimizer.param_groups:
@@ -98,7 +98,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> list[St
                     tensors.append(ArrayTensor(name, np.array(value, np.float64)))
                 elif value is not None:
                     raise UserError(
-                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of {names[id(parameter)]}",
+                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
                         "use an optimizer whose state is tensors and numbers: others cannot be saved",
                     )
     return tensors
@@ -163,9 +163,10 @@ def load_tensors(tensors: Iterable[TorchTensor], arrays: Mapping[str, NDArray[An
                 f"{tensor.name} is missing from what is to be loaded",
                 "load it into the model that it was saved from",
             )
-        if tuple(arrays[tensor.name].shape) != tensor.shape:
+        shape = arrays[tensor.name].shape
+        if shape != tensor.shape:
             raise UserError(
-                f"{tensor.name} has shape {list(tensor.shape)} here and {list(arrays[tensor.name].shape)} in what is to be loaded",
+                f"{tensor.name} has shape {list(tensor.shape)} here and {list(shape)} in what is to be loaded",
                 "load it into the model that it was saved from",
             )
     for tensor in wanted:

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits (1797 grey images of 8 x 8; Alpaydin and Kaynak 1998), packed to HDF5 on first use."""
+"""scikit-learn's handwritten digits (1797 grey images of 8 x 8; Alpaydin, Kaynak 1998), packed to HDF5 on first use."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), batch["target"].flatten())
 
 
-def task(text: str | None = None, context: int = 64, width: int = 128, blocks: int = 2, heads: int = 4, lr: float = 1e-3) -> TorchTask:
+def task(
+    text: str | None = None, context: int = 64, width: int = 128, blocks: int = 2, heads: int = 4, lr: float = 1e-3
+) -> TorchTask:
     """The task; ``text`` is any UTF-8 file, by default the manual that Python carries with it."""
     characters, codes = np.unique(list(read(text)), return_inverse=True)
     samples = (len(codes) - 1) // context
@@ -88,4 +90,4 @@ def read(text: str | None) -> str:
     try:
         return Path(text).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"text file {text} cannot be read: {error.strerror}", "set task_args.text to a text file") from error
+        raise UserError(f"text file {text} cannot be read: {error.strerror}", "set task_args.text") from error

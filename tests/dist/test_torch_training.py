@@ -91,7 +91,8 @@ def test_without_the_exchange_these_tests_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "rtol"), [("fp16-wire", 0.01), ("fp16-horovod", 0.01), ("bf16-wire", 0.05), ("bf16", 0.05), ("fp16", 0.02)]
+    ("scenario", "rtol"),
+    [("fp16-wire", 0.01), ("fp16-horovod", 0.01), ("bf16-wire", 0.05), ("bf16", 0.05), ("fp16", 0.02)],
 )
 def test_low_precision_stays_near_and_ranks_stay_equal(scenario: str, rtol: float) -> None:
     found = results(2)[scenario]
