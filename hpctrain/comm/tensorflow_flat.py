@@ -32,7 +32,7 @@ class FlatGradients:
         return tf.reshape(tf.concat([*rows, tf.stack(last)], 0), (-1, ROW))
 
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        """The float32 gradients in such a tensor, in the order of the variables; no copies where they fill their rows."""
+        """The float32 gradients in such a tensor, in the variables' order; no copies of those that fill their rows."""
         sizes = self.layout.sizes
         *pieces, _ = tf.split(flat, [-(-size // ROW) for size in reversed(sizes)] + [SLOTS // ROW])
         return [

@@ -44,19 +44,16 @@ SCALER = "scaler/scale"
 
 @dataclass(frozen=True)
 class KerasStepResult:
-    """What one update gave; the loss may still be on its way from a device."""
+    """What one update gave."""
 
-    slots: tf.Tensor
-    """This rank's own last row of gradients; see comm/totals.py."""
-    global_samples: int
+    loss: tuple[float, float]
+    """This rank's (sum, weight)."""
     grad_norm: float
     """L2 norm of the averaged gradient before clipping."""
 
     def sums(self) -> Sums:
         """See StepResult."""
-        own = np.asarray(self.slots)
-        loss, weight = float(own[LOSS]) * self.global_samples, float(own[WEIGHT]) * self.global_samples
-        return {"loss": (loss, weight), "grad_norm": (self.grad_norm, 1.0)}
+        return {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
 
 
 class KerasFramework:
@@ -87,7 +84,6 @@ class KerasFramework:
         self.flat = FlatGradients(variables)
         self.passes = Passes(task, self.flat, config.reduce.sparse, config.train.compile)
         self.update = Update(task.optimizer, variables, self.flat, config.train.compile)
-        self.evaluation = self.passes
         self.reducer: Reducer | None = None
         self.chosen_reducer: str | None = None
         self.announce: Callable[[Choice], None] | None = None
@@ -110,10 +106,7 @@ class KerasFramework:
         broadcast(self.group, [tensor.variable for tensor in tensors], "receive the model")
         if self.config.train.ema_decay is not None:
             self.update.keep_average(self.config.train.ema_decay)
-            averages = zip(self.task.model.trainable_variables, self.update.averages, strict=True)
-            self.evaluation = Passes(
-                self.task, self.flat, self.config.reduce.sparse, self.config.train.compile, list(averages)
-            )
+            self.passes.averages = self.update.averages
         rank_seed = derive(self.config.seed, self.group.rank, 1)  # noise such as dropout must differ between ranks
         seed_python(rank_seed)
         self.noise.reset_from_seed(rank_seed)
@@ -139,12 +132,13 @@ class KerasFramework:
         if self.reducer is None:
             self.reducer = self._measure(batches, global_samples)
         mine = self._gradients(batches, global_samples)
+        slots = np.asarray(mine[-1]).astype(np.float64) * global_samples  # waits for a device: backward is over
         self.clock.mark(Phase.BACKWARD)
         total = self.reducer.sum(mine)
         self.clock.mark(Phase.EXCHANGE)
-        result = self._apply(mine, total, global_samples)
+        norm = self._apply(mine, total)
         self.clock.mark(Phase.OPTIMIZER)
-        return result
+        return KerasStepResult((float(slots[LOSS]), float(slots[WEIGHT])), norm)
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that was chosen before, or is fastest on these batches; rehearsals leave the model as it was."""
@@ -171,7 +165,8 @@ class KerasFramework:
             flat = more if flat is None else flat + more
         return self.flat.zeros() if flat is None else flat
 
-    def _apply(self, mine: tf.Tensor, total: tf.Tensor, global_samples: int) -> KerasStepResult:
+    def _apply(self, mine: tf.Tensor, total: tf.Tensor) -> float:
+        """Clips and updates, or skips where a scaled loss overflows; the gradient's norm before clipping."""
         *slots, square = np.asarray(slots_and_norm(total)).tolist()
         known = totals(slots)
         divisor = known.divisor * (self.loss_scale.factor if self.loss_scale else 1.0)
@@ -183,7 +178,7 @@ class KerasFramework:
                 self.loss_scale.succeeded()
         elif self.loss_scale is None or not self.loss_scale.overflowed():
             raise NonFiniteLoss(self._ranks_at_fault(mine))
-        return KerasStepResult(mine[-1], global_samples, norm)
+        return norm
 
     def _ranks_at_fault(self, mine: tf.Tensor) -> list[int]:
         own = bool(np.isfinite(np.asarray(mine)).all())
@@ -192,12 +187,12 @@ class KerasFramework:
 
     def evaluate(self, batch: HostBatch) -> Sums:
         """See Framework; with the averaged weights where an EMA is kept."""
-        found = self.evaluation.evaluate(on_device(batch))
+        found = self.passes.evaluate(on_device(batch))
         return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         """See Framework. A list of outputs is named ``output_0``, ``output_1``, and so on."""
-        outputs = self.evaluation.predict(on_device(batch))
+        outputs = self.passes.predict(on_device(batch))
         if isinstance(outputs, Mapping):
             return {name: np.asarray(value) for name, value in outputs.items()}
         if isinstance(outputs, (tuple, list)):
@@ -273,6 +268,12 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
         raise UserError(
             "the Keras model has no weights yet",
             "begin it with keras.Input(shape), or call model.build(shape) in the task",
+        )
+    double = [variable.path for variable in task.model.trainable_variables if variable.dtype == "float64"]
+    if double:
+        raise UserError(
+            f"{double[0]} is float64, but gradients of Keras models are exchanged as float32",
+            "make the model in float32, or write it in PyTorch, where float64 is kept",
         )
     if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer):
         raise UserError(

@@ -56,25 +56,18 @@ class InMode(keras.Layer):
 class Passes:
     """What is computed from one batch of one task."""
 
-    def __init__(
-        self,
-        task: KerasTask,
-        flat: FlatGradients,
-        sparse: str,
-        compiled: bool,
-        instead: Sequence[tuple[keras.Variable, tf.Variable]] = (),
-    ) -> None:
+    def __init__(self, task: KerasTask, flat: FlatGradients, sparse: str, compiled: bool) -> None:
         """
         Args:
             flat: how the trainable variables' gradients are joined.
             sparse: ``densify`` or ``refuse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
-            instead: variables of the model, and those whose values evaluation and prediction use in their place.
         """
         self.task = task
         self.flat = flat
         self.sparse = sparse
-        self.instead = instead
+        self.averages: Sequence[tf.Variable] = ()
+        """What evaluation and prediction use in place of the trainable variables, where there are any."""
         self.gradients = Traced(self._gradients, compiled)
         """gradients(batch, share, loss_scale) -> float32[rows, 16]: of the loss' sum over the batch times both.
 
@@ -96,19 +89,24 @@ class Passes:
         return self.flat.join(dense, slots)
 
     def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-        outputs = self._outputs(batch, training=False)
-        scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.metrics.items()}
-        scores["loss"] = self._loss(outputs, batch)
+        with self._average_weights():
+            outputs = self._outputs(batch, training=False)
+            scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.metrics.items()}
+            scores["loss"] = self._loss(outputs, batch)
         return {name: (score.total, score.weight) for name, score in scores.items()}
 
     def _predict(self, batch: Tensors) -> Any:
-        return self._outputs(batch, training=False)
+        with self._average_weights():
+            return self._outputs(batch, training=False)
+
+    def _average_weights(self) -> contextlib.AbstractContextManager[Any]:
+        pairs = zip(self.task.model.trainable_variables, self.averages, strict=False)
+        values = [(variable, tf.cast(average, variable.dtype)) for variable, average in pairs]
+        return keras.StatelessScope(values) if values else contextlib.nullcontext()
 
     def _outputs(self, batch: Tensors, training: bool) -> Any:
         anchor = next(iter(batch.values()))
-        values = [(variable, tf.cast(other, variable.dtype)) for variable, other in self.instead]
-        with keras.StatelessScope(values) if values else contextlib.nullcontext():
-            outputs = InMode(lambda: self.task.forward(self.task.model, batch))(anchor, training=training)
+        outputs = InMode(lambda: self.task.forward(self.task.model, batch))(anchor, training=training)
         return tf.nest.map_structure(full_precision, outputs)
 
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
