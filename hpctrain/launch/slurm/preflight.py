@@ -115,8 +115,9 @@ def _devices(first: Sequence[dict[str, Any]], expected: Expected) -> list[Proble
     problems = []
     for host, ranks in _by_host(first).items():
         visible = {device for report in ranks for device in report["devices"]}
-        # With --gpus-per-task each rank sees one device, which may be numbered 0 on each.
-        private = all(len(report["devices"]) == expected.gpus_per_node // max(1, len(ranks)) for report in ranks)
+        # With --gpus-per-task each rank sees one device, which may be numbered 0 on each; UUIDs tell them apart.
+        share = expected.gpus_per_node // max(1, len(ranks))
+        private = all(name.isdigit() for name in visible) and all(len(report["devices"]) == share for report in ranks)
         if expected.gpus_per_node and len(visible) < expected.gpus_per_node and not (private and visible):
             problems.append(Problem(
                 f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs",

@@ -107,7 +107,7 @@ def progress(
         samples_per_s=train.get("samples_per_s"),
         left_s=left,
         silent_s=now - events[-1]["time"] if events else None,
-        straggler=_straggler(slow) if slow and slow.get("state") not in ("recovered", "ended") else None,
+        straggler=_straggler(slow) if slow and slow.get("state") == "confirmed" else None,
         ended=_ending(attempts[-1]) if attempts else None,
         stop_requested_by=stop_by,
     )
@@ -118,7 +118,7 @@ def _last(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
 
 
 def _straggler(event: Mapping[str, Any]) -> str:
-    return f"rank {event['rank']} on {event['host']}: {event['cause']}, {event['slowdown']:.1f}x"
+    return str(event.get("sentence") or f"rank {event['rank']} on {event['host']}: {event['cause']}")
 
 
 def _ending(attempt: Mapping[str, Any]) -> str | None:

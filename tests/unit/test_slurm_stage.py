@@ -1,0 +1,96 @@
+"""Stage-in: copies that are what their sources are, once, and paths that follow."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UserError
+from hpctrain.launch.slurm import stage
+
+
+def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
+    """Stages and returns where things went."""
+    targets = {source: stage.target(folder, source) for source in sources}
+    stage.stage(folder, targets)
+    return targets
+
+
+def test_files_and_folders_are_copied(tmp_path: Path) -> None:
+    data = tmp_path / "my data"
+    (data / "deep").mkdir(parents=True)
+    (data / "deep" / "a.h5").write_bytes(os.urandom(100_000))
+    single = tmp_path / "b.h5"
+    single.write_bytes(b"x")
+    targets = staged(tmp_path / "scratch", data, single)
+    assert (targets[data] / "deep" / "a.h5").read_bytes() == (data / "deep" / "a.h5").read_bytes()
+    assert targets[single].read_bytes() == b"x"
+
+
+def test_sources_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.h5").write_text(name)
+    targets = staged(tmp_path / "scratch", tmp_path / "a" / "train.h5", tmp_path / "b" / "train.h5")
+    assert sorted(path.read_text() for path in targets.values()) == ["a", "b"]
+
+
+def test_a_copy_is_used_again_unless_the_source_has_changed(tmp_path: Path) -> None:
+    source = tmp_path / "a.h5"
+    source.write_text("old")
+    copy = staged(tmp_path / "scratch", source)[source]
+    first = copy.stat().st_ino
+    staged(tmp_path / "scratch", source)
+    assert copy.stat().st_ino == first
+    source.write_text("new")
+    os.utime(source, ns=(1, 1))
+    staged(tmp_path / "scratch", source)
+    assert copy.read_text() == "new"
+
+
+def test_a_torn_copy_is_made_again(tmp_path: Path) -> None:
+    source = tmp_path / "a.h5"
+    source.write_text("whole")
+    copy = staged(tmp_path / "scratch", source)[source]
+    copy.write_text("to")
+    staged(tmp_path / "scratch", source)
+    assert copy.read_text() == "whole"
+
+
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="launch.stage_in names"):
+        staged(tmp_path / "scratch", tmp_path / "nothing.h5")
+
+
+def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.h5"
+    source.write_text("x")
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0})())
+    with pytest.raises(UserError, match="0.0 GB free"):
+        staged(tmp_path / "scratch", source)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_paths_in_arguments_follow() -> None:
+    values = {"data": "/a/x.h5", "more": ["/a/x.h5", 3], "deep": {"y": "/a/y.h5"}}
+    assert stage.staged_values(values, {"/a/x.h5": "/s/x.h5"}) == {
+        "data": "/s/x.h5", "more": ["/s/x.h5", 3], "deep": {"y": "/a/y.h5"},
+    }  # fmt: skip
+
+
+def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> None:
+    prefix = tmp_path / "venv"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    (prefix / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    archive = tmp_path / "environment.tar"
+    stage.pack(prefix, archive)
+    first = archive.stat().st_ino
+    os.utime(archive)
+    stage.pack(prefix, archive)
+    assert archive.stat().st_ino == first
+    stage.unpack(archive, tmp_path / "node" / "environment")
+    assert (tmp_path / "node" / "environment" / "bin" / "python").exists()
