@@ -1,0 +1,86 @@
+"""Slow-downs made from outside: two computing ranks, one of which shares its processor or is stopped now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
+ACCUSING = ("rank", "host", "pauses")
+
+
+def step_of(folder: Path) -> int:
+    """The last window's end, as the live view tells."""
+    try:
+        return int(json.loads((folder / "monitor" / "live.json").read_text())["step"])
+    except (OSError, ValueError):
+        return 0
+
+
+def victim_of(folder: Path, over: threading.Event) -> int | None:
+    """Rank 1's process, once the ranks' baseline is known."""
+    while step_of(folder) < 120:
+        if over.wait(0.05):
+            return None
+    return int((folder / "pid-1").read_text())
+
+
+def burn(folder: Path, over: threading.Event) -> None:
+    """A foreign process on the processor of rank 1."""
+    if victim_of(folder, over) is None:
+        return
+    burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.sched_setaffinity(burner.pid, {1})
+    over.wait()
+    burner.kill()
+    burner.wait()
+
+
+def stop_now_and_then(folder: Path, over: threading.Event) -> None:
+    """Rank 1 does not run for 12 of 40 ms."""
+    victim = victim_of(folder, over)
+    while victim is not None and not over.wait(0.028):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(0.012)
+            os.kill(victim, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def disturbed(how: Callable[[Path, threading.Event], None], folder: Path) -> Iterator[None]:
+    """Disturbs rank 1 from outside while the body runs."""
+    over = threading.Event()
+    thread = threading.Thread(target=how, args=(folder, over))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
+@pytest.mark.parametrize(("how", "word"), [(burn, "for a processor"), (stop_now_and_then, "")])
+def test_a_rank_that_is_disturbed_from_outside_is_found(
+    mpirun: Callable[..., Any], tmp_path: Path, how: Callable[[Path, threading.Event], None], word: str
+) -> None:
+    with disturbed(how, tmp_path):
+        mpirun(2, PROGRAM, tmp_path, json.dumps({"steps": 900, "computes": True, "pin": True}), timeout=120)
+    lines = (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["state"] == "confirmed"]
+    accusations = [event for event in events if event["kind"] in ACCUSING]
+    assert {event["rank"] for event in accusations} == {1}, events
+    assert accusations[0]["cause"] in ("compute", "mixed"), events
+    assert word in " ".join(accusations[-1]["evidence"]), events

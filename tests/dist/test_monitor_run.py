@@ -1,0 +1,76 @@
+"""The monitor in `hpctrain run`: it changes no result, names the slow rank, and a hang ends in a resumable attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpctrain.run_dir import RunDir
+from tests.support.runs import (
+    events,
+    hpctrain,
+    leftovers,
+    processes_of,
+    reaches_step,
+    started,
+    wait_for,
+    words,
+    write_run,
+)
+
+pytestmark = pytest.mark.world_size(2)
+MONITOR = {"enabled": True, "window_steps": 8, "hang_s": 4}
+SLOW = {"train": {"steps": 400}, "track": {"every_steps": 1}, "task_args": {"step_s": 0.05}}
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    return [process for process in processes_of(pid) if "train" in process.cmdline()]
+
+
+def test_weights_are_the_same_bits_with_and_without(tmp_path: Path) -> None:
+    hashes = set()
+    for enabled in (True, False):
+        folder = tmp_path / str(enabled)
+        folder.mkdir()
+        result = hpctrain("run", "-n", 2, write_run(folder, monitor={**MONITOR, "enabled": enabled}))
+        assert result.returncode == 0, result.output
+        hashes |= {word["weights_hash"] for word in words(folder)["ranks"]}
+        assert (folder / "run" / "monitor" / "live.json").exists() == enabled
+    assert len(hashes) == 1
+
+
+def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    path = write_run(tmp_path, monitor=MONITOR, checkpoint={"every_steps": 5}, **SLOW)
+    with started("run", "-n", 2, path) as child:
+        wait_for("step", reaches_step(tmp_path, 20))
+        os.kill(ranks_of(child.pid)[-1].pid, signal.SIGSTOP)
+        stdout, stderr = child.communicate(timeout=40)
+    assert child.returncode == 70, stderr
+    (hang,) = events(tmp_path, "hang")
+    [culprit] = hang["ranks"]
+    assert (culprit["state"], hang["action"]) == ("stopped", "abort")
+    assert Path(tmp_path / "run" / culprit["stack"]).read_text()
+    verdict = words(tmp_path)["verdict"]
+    assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "requeue", culprit["rank"])
+    assert f"rank {culprit['rank']} on" in stdout + stderr
+    assert not leftovers(tmp_path)
+    done = RunDir(tmp_path / "run").newest_checkpoint_step()
+    assert done is not None
+    result = hpctrain("run", "-n", 2, path, "--train.steps", done + 20)
+    assert result.returncode == 0, result.output
+    assert events(tmp_path, "resumed")[0]["step"] == done
+
+
+def test_watch_shows_the_ranks_of_a_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path, monitor=MONITOR, train={"steps": 40})
+    assert hpctrain("run", "-n", 2, path).returncode == 0
+    view = json.loads(hpctrain("watch", path, "--json").stdout)
+    assert [rank["rank"] for rank in view["ranks"]] == [0, 1]
+    assert "rank host" in hpctrain("watch", tmp_path / "run", "--once").stdout
+    missing = hpctrain("watch", tmp_path, "--once")
+    assert missing.returncode == 64 and "no live view" in missing.stderr
