@@ -1,6 +1,7 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then run every test (those for Slurm and GPUs where there are some)
 # make check  before every commit: style, types, unit tests; under a minute
+# make torture  kill ranks 200 times at random moments, and resume; an hour
 # make bench  measure on this machine what the documentation states
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
@@ -8,7 +9,7 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint bench clean setup setup-dev
+.PHONY: demo test check lint torture bench clean setup setup-dev
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml
@@ -24,6 +25,9 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck env/*.sh .ci/run
+
+torture: setup-dev
+	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py
 
 bench: setup-dev
 	for name in step reduce data checkpoint straggler scaling; do $(BIN)/hpctrain bench $$name || exit; done

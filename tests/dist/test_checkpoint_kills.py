@@ -1,0 +1,159 @@
+"""Ranks killed at random moments: every announced checkpoint is sound, every restart resumes, and the end is the same.
+
+``HPCTRAIN_KILLS`` sets the number of kills (20 by default); ``HPCTRAIN_SEED`` repeats their order of ranks and moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.verify import verify
+from hpctrain.run_dir import RunDir
+from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
+KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
+SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
+CASES = [("torch", 2, 0.4), ("torch", 4, 0.2), ("tensorflow", 2, 0.25), ("tensorflow", 4, 0.15)]
+"""Framework, ranks, and share of the kills."""
+
+
+def options(framework: str, **more: Any) -> str:
+    """A run that always saves, and keeps two."""
+    task = f"{ROOT}/tests/support/{framework}_resume_task.py:task"
+    return json.dumps({"task": task, "steps": 1_000_000, "every_steps": 1, **more})
+
+
+class Attempt:
+    """Ranks that run until they are killed."""
+
+    def __init__(self, ranks: int, framework: str, folder: Path, records: Path) -> None:
+        launcher = find_mpirun()
+        assert launcher, "no mpirun beside this Python or on PATH"
+        self.pid_files = [records / f"{rank}.pid" for rank in range(ranks)]
+        for path in self.pid_files:
+            path.unlink(missing_ok=True)
+        how = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else []
+        command = [launcher, *how, "-n", str(ranks), sys.executable, str(PROGRAM), str(folder), str(records)]
+        self.log = open(records / "log", "ab")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, options(framework)],
+            env=rank_environment({"PYTHONPATH": str(ROOT)}),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def pids(self) -> list[int]:
+        """Of all ranks, once all have started."""
+        return [
+            int(wait_for(lambda path=path: path.exists() and path.read_text(), "ranks start"))
+            for path in self.pid_files
+        ]
+
+    def alive(self) -> None:
+        """Raises AssertionError with the ranks' output where they ended by themselves."""
+        assert self.process.poll() is None, Path(self.log.name).read_text()[-5000:]
+
+    def end(self) -> None:
+        """Waits until launcher and ranks are gone."""
+        try:
+            self.process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.log.close()
+
+
+def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random) -> bool:
+    """Kills a rank at some moment; whether the attempt had come to saving checkpoints."""
+    saving = luck.random() < 0.8
+    try:
+        pids = attempt.pids()
+        before = len(announced(run_dir))
+        if saving:
+            wait_for(lambda: attempt.alive() or len(announced(run_dir)) > before + 1, "a checkpoint is saved")
+        time.sleep(luck.uniform(0, 0.3))
+        attempt.alive()
+        os.kill(luck.choice(pids), signal.SIGKILL)
+    finally:
+        attempt.end()
+    wait_for(lambda: all(map(gone, pids)), "the other ranks end")
+    return saving
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+    """The condition's value as soon as it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.005)
+    return value
+
+
+def gone(pid: int) -> bool:
+    """Whether a process no longer runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def announced(run_dir: RunDir) -> list[int]:
+    """Steps of the checkpoints that were said to be saved."""
+    return [event["step"] for event in run_dir.read_events() if event["event"] == "checkpoint_saved"]
+
+
+def all_sound(run_dir: RunDir) -> None:
+    """What is listed is sound, and what was announced last is there, or something newer."""
+    store = CheckpointStore(run_dir.checkpoints)
+    steps = store.steps()
+    for step in steps:
+        assert verify(store, step).problems == ()
+    said = announced(run_dir)
+    assert not said or (steps and steps[-1] >= said[-1]), f"announced {said[-3:]}, there are {steps}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 60 * KILLS)
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("framework", "ranks", "share"), CASES)
+def test_kills_at_random_moments(
+    mpirun: Callable[..., Any], tmp_path: Path, framework: str, ranks: int, share: float
+) -> None:
+    luck = random.Random(f"{SEED} {framework} {ranks}")
+    run_dir, records = RunDir(tmp_path / "run"), tmp_path / "records"
+    run_dir.create()
+    records.mkdir()
+    resumes = 0
+    for _ in range(max(1, round(KILLS * share))):
+        begins = len(announced(run_dir)) > 0
+        resumes += begins & start_and_kill(Attempt(ranks, framework, run_dir.path, records), run_dir, luck)
+        all_sound(run_dir)
+    resumed = [event["step"] for event in run_dir.read_events() if event["event"] == "resumed"]
+    assert len(resumed) >= resumes and resumed == sorted(resumed), f"seed {SEED}"
+
+    last = max(announced(run_dir)) + 5
+    for folder, notes in ((run_dir.path, records), (tmp_path / "straight", tmp_path / "straight-records")):
+        arguments = (PROGRAM, folder, notes, options(framework, stop_after=last))
+        mpirun(ranks, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=300)
+    for rank in range(ranks):
+        ends = [
+            (one / f"{rank}.jsonl").read_text().splitlines()[-1] for one in (records, tmp_path / "straight-records")
+        ]
+        assert ends[0] == ends[1], f"seed {SEED}"
