@@ -150,6 +150,7 @@ def _check_override(word: str) -> str:
 
 def _nearest(key: str, dashes: str = "") -> str:
     known = list(leaves())
+    known += sorted({name.rpartition(".")[0] for name in known} - {""})  # sections
     by_last = {name.split(".")[-1]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1)
     close = close or [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]

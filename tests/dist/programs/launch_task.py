@@ -1,0 +1,104 @@
+"""A tiny task that misbehaves as told, on one rank, at one step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+
+from hpctrain import TorchTask, World
+
+SAMPLES = 32
+
+
+def task(
+    world: World, mode: str = "", at: int = 4, rank: int = 1, step_s: float = 0.0, data: str = "", library: str = ""
+) -> TorchTask:
+    """A linear model on random numbers."""
+    if mode == "raise-in-task" and world.rank == rank:
+        raise RuntimeError("this rank has no luck")
+    if mode == "second-mpi":
+        load_copy_of(library)
+    model = torch.nn.Linear(3, 1)
+    misbehave = Misbehaviour(mode if world.rank == rank else "", at, step_s)
+
+    def loss(outputs, batch):
+        return misbehave((outputs[:, 0] - batch["y"]).square().mean())
+
+    return TorchTask(
+        model=model,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        train=data or samples(),
+    )
+
+
+def samples() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(1)
+    x = random.normal(size=(SAMPLES, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+class Misbehaviour:
+    """Counts the calls of the loss, one an update, and does its deed at one of them."""
+
+    def __init__(self, mode: str, at: int, step_s: float) -> None:
+        self.mode = mode
+        self.at = at
+        self.step_s = step_s
+        self.calls = 0
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        time.sleep(self.step_s)
+        if self.calls != self.at:
+            return loss
+        if self.mode == "raise":
+            raise ValueError("bad sample")
+        if self.mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.mode == "exit":
+            os._exit(0)
+        if self.mode == "sys-exit":
+            sys.exit(0)
+        if self.mode == "sleep":
+            time.sleep(600)
+        if self.mode == "fill":
+            fill(Path(os.environ["HPCTRAIN_RUN_DIR"]))
+        return loss * float("nan") if self.mode == "nan" else loss
+
+
+def fill(folder: Path) -> None:
+    """Uses up all space of a small file system."""
+    assert shutil.disk_usage(folder).total < 2**26, "this is no small file system"
+    with open(folder / "filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def load_copy_of(library: str) -> None:
+    """Another MPI library in this process, as if Horovod had brought it."""
+    ctypes.CDLL(library)
+
+
+def ragged(path: Path) -> None:
+    """Datasets of different lengths."""
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = np.zeros((8, 3), np.float32), np.zeros(7, np.float32)
+
+
+def without_targets(path: Path) -> None:
+    """A file that lacks what the loss wants."""
+    with h5py.File(path, "w") as file:
+        file["x"] = np.zeros((8, 3), np.float32)

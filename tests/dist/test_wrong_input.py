@@ -1,0 +1,214 @@
+"""Bad input ends in one clear sentence, once, with the right exit code, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.programs import launch_task
+from tests.support.mpi import Result, rank_environment, run_in_group
+from tests.support.runs import HPCTRAIN, endings, hpctrain, leftovers, reaches_step, started, wait_for, words, write_run
+
+pytestmark = pytest.mark.world_size(2)
+
+
+def refused(result: Result, code: int, *parts: str) -> None:
+    """One message with these parts, no traceback, this exit code."""
+    assert result.returncode == code, result.output
+    for part in parts:
+        assert part in result.stderr, result.output
+    assert result.stderr.count("hpctrain: ") == 1, result.stderr
+    assert result.stderr.count("  fix: ") == 1, result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("trian: {steps: 3}", ["unknown key 'trian'", "did you mean train?", "run.yaml:"]),
+        ("seed: many", ["seed cannot be 'many'"]),
+        ("schedule: {kind: zigzag}", ["zigzag"]),
+    ],
+)
+def test_a_wrong_run_file(tmp_path, line, parts):
+    path = write_run(tmp_path)
+    text = "\n".join(f"{key}: {json.dumps(value)}" for key, value in json.loads(path.read_text()).items())
+    path.write_text(f"{text}\n{line}\n")
+    refused(hpctrain("run", "-n", 2, path), 64, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_file_that_is_not_there(tmp_path):
+    refused(hpctrain("run", "-n", 2, tmp_path / "no.yaml"), 64, "does not exist")
+
+
+def test_wrong_words_under_plain_mpirun_are_said_once(tmp_path, mpirun):
+    path = write_run(tmp_path)
+    result = mpirun(2, "hpctrain", "train", path, "--trian.steps", "3", check=False)
+    assert result.stderr.count("unknown option --trian.steps") == 1, result.output
+    assert "did you mean --train.steps?" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def broken(path: Path) -> None:
+    path.write_text("this is text")
+
+
+def absent(path: Path) -> None:
+    """Makes nothing."""
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (absent, ["data.h5", "does not exist"]),
+        (broken, ["data.h5", "HDF5"]),
+        (launch_task.ragged, ["data.h5", "8", "7"]),
+    ],
+)
+def test_wrong_data(tmp_path, make, parts):
+    data = tmp_path / "data.h5"
+    make(data)
+    result = hpctrain("run", "-n", 2, write_run(tmp_path, task_args={"data": str(data)}))
+    refused(result, 64, *parts)
+    assert endings(tmp_path) == ["failed", "failed"]
+
+
+def test_a_dataset_that_the_task_wants_is_missing(tmp_path):
+    launch_task.without_targets(tmp_path / "data.h5")
+    result = hpctrain("run", "-n", 2, write_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")}))
+    assert result.returncode in (64, 70), result.output
+    assert "'y'" in result.stderr
+    assert result.stderr.count("hpctrain: ") == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(tmp_path):
+    refused(hpctrain("run", "-n", 2, write_run(tmp_path, "nan")), 76, "not finite", "step 4", "rank 1", "samples")
+    assert endings(tmp_path) == ["failed", "failed"]
+
+
+def test_a_task_that_raises_on_one_rank_only(tmp_path):
+    result = hpctrain("run", "-n", 2, write_run(tmp_path, "raise-in-task"), timeout=60)
+    refused(result, 70, "rank 1 on ", "this rank has no luck", "launch_task.py:")
+    assert endings(tmp_path) == ["taken_down", "failed"]
+
+
+def test_a_step_that_raises_on_one_rank_only(tmp_path):
+    result = hpctrain("run", "-n", 2, write_run(tmp_path, "raise"), timeout=60)
+    refused(result, 70, "rank 1 on ", "ValueError: bad sample")
+    assert endings(tmp_path) == ["taken_down", "failed"]
+    assert "in __call__" in words(tmp_path)["ranks"][1]["error"]["traceback"]
+    assert not leftovers(tmp_path)
+
+
+def test_the_same_under_plain_mpirun(tmp_path, mpirun):
+    result = mpirun(2, "hpctrain", "train", write_run(tmp_path, "raise"), check=False, timeout=60)
+    assert result.returncode != 0
+    assert result.stderr.count("ValueError: bad sample") == 1, result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("import no_such_module\n", ["no_such_module"]),
+        ("def task(:\n", ["wrong.py"]),
+        ("x = 1\n", ["has no function 'task'"]),
+        ("def task():\n    return 3\n", ["returned int"]),
+    ],
+)
+def test_a_task_that_is_none(tmp_path, source, parts):
+    (tmp_path / "wrong.py").write_text(source)
+    path = write_run(tmp_path)
+    run = {**json.loads(path.read_text()), "task": f"{tmp_path / 'wrong.py'}:task", "task_args": {}}
+    path.write_text(json.dumps(run))
+    refused(hpctrain("run", "-n", 2, path), 64, *parts)
+
+
+BLOCK_HOROVOD = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_horovod_is_missing(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD)
+    path = write_run(tmp_path, reduce={"kind": "horovod"})
+    result = hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
+    refused(result, 64, "Horovod is not installed", "hpctrain install-horovod")
+
+
+def test_horovod_uses_another_mpi_library(tmp_path):
+    from hpctrain.launch.mpi_library import probe
+
+    copy = tmp_path / "other" / Path(probe().path).name
+    copy.parent.mkdir()
+    shutil.copy(probe().path, copy)
+    path = write_run(tmp_path, "second-mpi", reduce={"kind": "horovod"}, task_args={"library": str(copy)})
+    refused(hpctrain("run", "-n", 2, path), 64, "different MPI libraries", str(copy))
+
+
+def test_ranks_that_do_not_find_each_other(tmp_path):
+    result = hpctrain("train", write_run(tmp_path), env={"HPCTRAIN_EXPECTED_RANKS": "2"})
+    refused(result, 64, "started 2 ranks but MPI sees 1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_is_in_use(tmp_path):
+    path = write_run(tmp_path, task_args={"step_s": 0.2}, train={"steps": 1000}, track={"every_steps": 1})
+    with started("run", "-n", 2, path) as first:
+        wait_for("step", reaches_step(tmp_path, 2))
+        refused(hpctrain("run", "-n", 2, path), 64, "in use by another live run", f"process {first.pid} on ")
+        refused(hpctrain("train", path), 64, "in use by another live run")
+        step = max(event["step"] for event in events_of(tmp_path))
+        wait_for("further step", reaches_step(tmp_path, step + 2))
+        first.terminate()
+        first.communicate(timeout=60)
+        assert first.returncode == 75
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]) == 1
+
+
+def events_of(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_disk_that_is_full_when_events_are_written(tmp_path):
+    mounted = tmp_path / "run"
+    mounted.mkdir()
+    sections = {"track": {"every_steps": 1}, "checkpoint": {"enabled": False}, "task_args": {"rank": 0}}
+    path = write_run(tmp_path, "fill", train={"steps": 1000}, **sections)
+    apart = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("not permitted here: a mount namespace")
+    script = 'mount -t tmpfs -o size=4M tmpfs "$1" && shift && "$@"; code=$?; tail "$RUN/events.jsonl"; exit $code'
+    words_ = [*apart, "bash", "-c", script, "bash", str(mounted), *HPCTRAIN, "run", "-n", "2", str(path)]
+    result = run_in_group(words_, rank_environment({"RUN": str(mounted)}), None, 60)
+    refused(result, 70, "events.jsonl: No space left on device", "free space")
+    assert '"event": "train"' in result.stdout
+
+
+def test_more_ranks_than_samples_of_a_batch(tmp_path):
+    refused(hpctrain("run", "-n", 2, write_run(tmp_path, train={"global_batch": 1})), 64, "global_batch is 1")
+
+
+def test_no_mpi_for_several_ranks(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD.replace("horovod", "mpi4py"))
+    result = hpctrain("run", "-n", 2, write_run(tmp_path), env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
+    refused(result, 64, "mpi4py is not installed", 'pip install "hpctrain[mpi]"')
+
+
+def test_help_and_errors_need_no_heavy_library(tmp_path):
+    code = "import sys, hpctrain.cli as c; c.main(['run', 'no.yaml']); print(*{'torch', 'mpi4py'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
