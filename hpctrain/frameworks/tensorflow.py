@@ -20,6 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
+from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.tensorflow_passes import Passes, Tensors, Update, slots_and_norm
 from hpctrain.frameworks.tensorflow_runtime import POLICIES
 from hpctrain.frameworks.tensorflow_state import (
@@ -32,7 +33,6 @@ from hpctrain.frameworks.tensorflow_state import (
     path_in,
     require_same_model,
 )
-from hpctrain.frameworks.torch_scale import LossScale
 from hpctrain.task import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums

@@ -26,7 +26,7 @@ from hpctrain.comm.totals import Totals
 from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.errors import UserError
-from hpctrain.frameworks.torch_scale import LossScale
+from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.torch_state import (
     TorchTensor,
     digest,
