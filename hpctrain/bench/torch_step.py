@@ -5,25 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.bench.step import Row, parser_of_ranks, rows, write_rows
+from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.auto import Candidate
-from hpctrain.comm.group import Group
 from hpctrain.comm.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
 from hpctrain.comm.world import World, connect
 from hpctrain.config import ReduceConfig
 from hpctrain.frameworks.torch_state import digest
 from hpctrain.tasks.torch_chartext import GPT
-
-WARMUP_STEPS = 3
 
 
 class Conv(nn.Sequential):
@@ -60,16 +56,6 @@ def conv() -> tuple[nn.Module, Tensor, Tensor]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt, "mlp": mlp, "conv": conv}
 
 
-class Contender(Protocol):
-    """One way of training; the models of all start with the same weights."""
-
-    def step(self) -> None:
-        """One update."""
-
-    def close(self) -> None:
-        """Leaves nothing running that could slow the next."""
-
-
 class Problem:
     """A model on this rank's samples."""
 
@@ -83,6 +69,10 @@ class Problem:
     def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
         """Mean over this rank's samples."""
         return functional.cross_entropy(model(self.inputs).flatten(0, -2), self.targets)
+
+    def weights_hash(self) -> str:
+        """See Contender."""
+        return digest(list(self.model.parameters()))
 
 
 class Ours:
@@ -103,6 +93,10 @@ class Ours:
         self.backward()
         self.problem.optimizer.step()
 
+    def weights_hash(self) -> str:
+        """See Contender."""
+        return self.problem.weights_hash()
+
     def close(self) -> None:
         """See Contender."""
         self.reducer.close()
@@ -119,6 +113,10 @@ class Plain:
         self.optimizer.zero_grad()
         self.problem.loss(self.model).backward()
         self.optimizer.step()
+
+    def weights_hash(self) -> str:
+        """See Contender."""
+        return self.problem.weights_hash()
 
 
 def distributed_data_parallel(problem: Problem) -> Plain:
@@ -175,36 +173,10 @@ class Choices:
         return reducer
 
 
-def timed(contender: Contender, steps: int, group: Group) -> list[float]:
-    """Seconds of each step, after some that are not counted."""
-    for _ in range(WARMUP_STEPS):
-        contender.step()
-    group.barrier("begin together")
-    times = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        contender.step()
-        times.append(time.perf_counter() - begin)
-    return times
-
-
 def compare(model: str, contenders: Sequence[str], choices: Choices, rounds: int, steps: int) -> list[Row]:
     """All contenders on one model, in turns."""
-    group = choices.world.data
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    equal = dict.fromkeys(contenders, True)
-    for _ in range(rounds):
-        for name in contenders:
-            contender = choices.make(name, model)
-            times[name] += timed(contender, steps, group)
-            hashes = group.allgather(digest(list(contender.problem.model.parameters())), "compare weights")  # type: ignore[attr-defined]
-            equal[name] &= len(set(hashes)) == 1
-            contender.close()
-            del contender
-    mine = {name: statistics.median(values) for name, values in times.items()}
-    everywhere = group.allgather(mine, "collect the times")
-    slowest = {name: max(rank[name] for rank in everywhere) for name in contenders}
-    return rows("torch", model, slowest, equal, choices.chosen.get(model))
+    times, equal = take_turns(contenders, lambda name: choices.make(name, model), rounds, steps, choices.world.data)
+    return rows("torch", model, times, equal, choices.chosen.get(model))
 
 
 def join_gloo(world: World) -> None:

@@ -107,7 +107,8 @@ class TorchFramework:
         among = possible(config.reduce, world, self.model)
         if len(among) == 1:
             self.reducer = make_reducer(among[0], world.data, self.model, config.reduce)
-        rank_seed = derive(config.seed, world.data.rank, 1)  # noise such as dropout must differ between ranks
+            self.chosen_reducer = self.reducer.name
+        rank_seed = derive(config.seed, 1, world.data.rank)  # noise such as dropout must differ between ranks
         seed_python(rank_seed)
         seed(rank_seed)
 
@@ -202,6 +203,7 @@ class TorchFramework:
         for buffer, before in held:
             buffer.copy_(before)
         load_random(self.device, random)
+        self.chosen_reducer = reducer.name
         return reducer
 
     def evaluate(self, batch: HostBatch) -> Sums:
