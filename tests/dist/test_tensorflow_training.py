@@ -121,3 +121,13 @@ def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> Non
         totals = np.sum([part[name] for rank in found["sums"] for part in rank], axis=0)
         np.testing.assert_allclose(totals, wanted["sums"][0][0][name], rtol=1e-5)
     np.testing.assert_allclose(found["outputs"], wanted["outputs"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2)])
+def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
+    program = ROOT / "examples" / "own_loop_keras.py"
+    assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40
+    result = mpirun(ranks, program, env={"PYTHONPATH": str(ROOT)})
+    said = result.stdout.strip().splitlines()[-1]
+    assert said.startswith(f"{ranks} ranks, reducer ")
+    assert float(said.rsplit(" ", 1)[1]) < 0.15
