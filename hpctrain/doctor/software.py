@@ -75,7 +75,7 @@ def tensorflow() -> Iterator[Finding]:
 
 
 def _framework(topic: str, package: str, code: str, install: str) -> Finding:
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         return note(topic, "not installed", install)
     seen = probe.probe(code)
     if seen.error:
@@ -89,7 +89,7 @@ def _framework(topic: str, package: str, code: str, install: str) -> Finding:
 
 def horovod() -> Iterator[Finding]:
     """Horovod: frameworks it was built for, its MPI library, NCCL."""
-    if importlib.util.find_spec("horovod") is None:
+    if not is_installed("horovod"):
         yield note("Horovod", "not installed: gradients go through mpi4py", INSTALL_HOROVOD)
         return
     built = built_for()
@@ -97,7 +97,7 @@ def horovod() -> Iterator[Finding]:
     against = ", ".join(f"{name} {number}" for name, number in built.items())
     yield Finding("Horovod", f"{version}, built for {against or 'nothing known'}")
     for framework, package in (("torch", "torch"), ("tensorflow", "tensorflow")):
-        if importlib.util.find_spec(package) is None:
+        if not is_installed(package):
             continue
         if framework not in built:
             yield note(f"Horovod {framework}", "not built for it", f"{INSTALL_HOROVOD} --force")
@@ -144,6 +144,14 @@ def hdf5() -> Iterator[Finding]:
         yield problem("HDF5", f"h5py cannot be imported: {seen.error}", "pip install --force-reinstall h5py")
     else:
         yield Finding("HDF5", f"h5py {seen.facts['h5py']}, HDF5 {seen.facts['hdf5']}")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
 
 
 def _version(framework: str) -> str:

@@ -140,7 +140,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     with started("run", "-n", 2, write_run(tmp_path, "sleep", **sections)) as child:
         wait_for("step", reaches_step(tmp_path, 3))
         child.send_signal(signal.SIGINT)
-        wait_for("note of the first", lambda: (tmp_path / "run" / "STOP").exists())
+        wait_for("note of the first", (tmp_path / "run" / "STOP").exists)
         begin = time.monotonic()
         child.send_signal(signal.SIGINT)
         _, stderr = child.communicate(timeout=30)
