@@ -13,7 +13,7 @@ from hpctrain.config import MonitorConfig
 from hpctrain.errors import RunFailed
 from hpctrain.monitor import sentence, window
 from hpctrain.monitor.exclude import Exclusion, exclude, is_the_hosts_own
-from hpctrain.monitor.hang import Beat, Hang, HangWatch
+from hpctrain.monitor.hang import ENDED, GONE, SILENT, Beat, Hang, HangWatch
 from hpctrain.monitor.heat import Heat
 from hpctrain.monitor.judge import Judge, Measures
 from hpctrain.monitor.node import window_of
@@ -23,8 +23,12 @@ from hpctrain.run_dir import RunDir, write_atomically
 
 PENDING_WINDOWS = 8
 """Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
-LIVE_S = 2.0
+LIVE_S = 3.0
 """Seconds between refreshes of the live view's file."""
+SILENT_S = 10.0
+"""Age of a heartbeat from which on its node is called silent."""
+JOIN_S = 60.0
+"""Longest wait for ranks that have never been heard of."""
 FRESH_S = 60.0
 """Age up to which host findings are evidence."""
 STACKS_S = 20.0
@@ -88,8 +92,11 @@ class Chief:
         self.dropped: dict[int, int] = {}
         self.first_step = 0
         self.active: dict[str, str] = {}
+        self.shown: Measures | None = None
         self.open_hang: OpenHang | None = None
         self.next_live = 0.0
+        self.first_beat: float | None = None
+        self.said_who_is_missing = False
         self.seconds_judging = 0.0
 
     def receive(self, message: Message, now: float) -> list[Command]:
@@ -118,11 +125,23 @@ class Chief:
             self.write_live()
         if self.open_hang is not None:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
-        beats = [replace(beat, age_s=beat.age_s + now - at) for at, group in self.beats.values() for beat in group]
-        if len(beats) < len(self.hosts):
+        beats = [aged(beat, now - at) for at, group in self.beats.values() for beat in group]
+        if len(beats) < len(self.hosts) and not self.begins_without(beats, now):
             return []
         hang = self.watch.observe(beats)
         return self.begin_hang(hang, now) if hang else []
+
+    def begins_without(self, beats: list[Beat], now: float) -> bool:
+        """Whether the wait for ranks that have never been heard of is over; says once that it is."""
+        if self.first_beat is None and beats:
+            self.first_beat = now
+        if self.first_beat is None or now - self.first_beat < JOIN_S:
+            return False
+        if not self.said_who_is_missing:
+            self.said_who_is_missing = True
+            missing = sorted(set(range(len(self.hosts))) - {beat.rank for beat in beats})
+            self.say(f"no word from the agents of ranks {sentence.numbers(missing)}: they are not watched", False)
+        return bool(beats)
 
     # windows
 
@@ -199,9 +218,7 @@ class Chief:
     def begin_hang(self, hang: Hang, now: float) -> list[Command]:
         """Asks for the stacks of those who never arrived and of one that waits."""
         living = [
-            beat
-            for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1])
-            if beat.state not in ("ended", "gone")
+            beat for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1]) if beat.state not in (ENDED, GONE)
         ]
         if hang.died:
             living = []  # the launcher ends the others within milliseconds: there is nothing to read
@@ -266,8 +283,9 @@ class Chief:
     def write_live(self) -> None:
         """Refreshes what ``hpctrain watch`` shows."""
         measures = self.judge.measures
-        if measures is None:
+        if measures is None or measures is self.shown:
             return
+        self.shown = measures
         try:
             write_atomically(self.folder.monitor / "live.json", json.dumps(self.live(measures)).encode())
         except RunFailed as error:
@@ -303,3 +321,9 @@ class Chief:
         self.write_live()
         if self.heat.used:
             self.heat.save(self.folder.monitor / "heat.npz")
+
+
+def aged(beat: Beat, seconds: float) -> Beat:
+    """A heartbeat some time after it was reported."""
+    lost = seconds > SILENT_S and beat.state not in (ENDED, GONE)
+    return replace(beat, age_s=beat.age_s + seconds, state=SILENT if lost else beat.state)

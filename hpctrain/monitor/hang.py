@@ -16,8 +16,10 @@ INSIDE_STEP_S = 120.0
 TIMES_LONGEST = 10.0
 """The automatic limit in longest silences seen so far."""
 
-ENDED, GONE, STOPPED = "ended", "gone", "stopped"
-"""States of a rank's process that tell something; anything else is alive."""
+ENDED, GONE, STOPPED, SILENT = "ended", "gone", "stopped", "silent"
+"""States of a rank that tell something; anything else is the kernel's letter for a process that lives."""
+LOST = (ENDED, GONE, STOPPED, SILENT)
+"""States of ranks that cannot arrive."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,36 @@ class Beat:
     age_s: float
     """Seconds since it said so."""
     state: str
-    """ended (it said good-bye), gone (it did not), stopped, or the kernel's letter."""
+    """ended (it said good-bye), gone (it did not), stopped, silent (its node's agent is), or the kernel's letter."""
 
     @property
     def waits(self) -> bool:
         """It has arrived at the exchange and has not left it."""
-        return self.phase == Phase.BACKWARD and self.state not in (ENDED, GONE, STOPPED)
+        return self.phase == Phase.BACKWARD and self.state not in LOST
 
     @property
     def doing(self) -> str:
-        """What the rank does, in words."""
-        if self.state in (ENDED, GONE):
-            return "has ended" if self.state == ENDED else "has died without notice"
-        doing = {NO_PHASE: "waits for data", Phase.BACKWARD: "waits in the exchange"}.get(
-            self.phase,
-            f"is past {Phase(int(self.phase)).name.lower()}" if 0 <= self.phase < len(Phase) else "is in its own code",
-        )
-        return f"is stopped, {doing.replace('is ', '')}" if self.state == STOPPED else doing
+        """What the rank does, in words that follow its name."""
+        if self.state in STATES:
+            return STATES[self.state]
+        if self.phase == Phase.BACKWARD:
+            return "waits in the exchange"
+        return f"is {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Where in the step it is."""
+        if self.phase == NO_PHASE:
+            return "waiting for data"
+        return f"past {Phase(self.phase).name.lower()}" if self.phase < len(Phase) else "between two phases"
+
+
+STATES = {
+    ENDED: "has ended",
+    GONE: "has died without notice",
+    STOPPED: "is stopped by a signal",
+    SILENT: "is on a node whose agent does not answer",
+}
 
 
 @dataclass(frozen=True)
@@ -68,9 +83,9 @@ class Hang:
 def who_never_arrived(beats: list[Beat]) -> list[Beat]:
     """Ranks that the others wait for; nobody where all are in the same place.
 
-    Those that are gone or stopped, where there are any. Otherwise all that are not in the furthest exchange.
+    Those that cannot arrive, where there are any. Otherwise all that are not in the furthest exchange.
     """
-    if lost := [beat for beat in beats if beat.state in (GONE, STOPPED, ENDED)]:
+    if lost := [beat for beat in beats if beat.state in LOST]:
         return lost
     furthest = max((beat.steps for beat in beats if beat.waits), default=None)
     if furthest is not None:

@@ -84,7 +84,9 @@ class Judge:
 
     def judge(self, window: Window) -> list[Verdict]:
         """The verdicts that this window changes, most important first."""
-        if len(window.ranks) < 2 or np.isnan(window.busy).any():
+        if len(window.ranks) < 2:
+            zero = np.zeros(len(window.ranks))
+            self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero > 0)
             return []
         silent = np.all(window.wait <= 0, axis=1)
         if silent.any():

@@ -109,8 +109,7 @@ def of_hang(hang: Hang, hosts: Sequence[str], action: str) -> str:
     if hang.died:
         return f"{'; '.join(named)}: {ending}"
     if not named:
-        doing = hang.waiting[0].doing.replace("waits", "wait").replace("is ", "are ") if hang.waiting else "are silent"
-        return f"no step for {hang.silence_s:.0f} s: all ranks {doing}: {ending}"
+        return f"no step for {hang.silence_s:.0f} s: every rank {hang.waiting[0].doing}: {ending}"
     return f"no step for {hang.silence_s:.0f} s: {'; '.join(named)}; {len(hang.waiting)} ranks wait: {ending}"
 
 

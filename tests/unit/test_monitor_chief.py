@@ -152,7 +152,7 @@ def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> No
     assert chief.tick(130.0) == []
     [event] = events_of(tmp_path)
     assert event["ranks"] == []
-    assert "all ranks wait in the exchange" in event["sentence"]
+    assert "every rank waits in the exchange" in event["sentence"]
     assert "did not answer" in (tmp_path / event["healthy"][0]["stack"]).read_text()
 
 
@@ -194,3 +194,28 @@ def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
         for message in parts(window):
             chief.receive(message, 0.0)
     assert any("cannot write its events" in text for text in said)
+
+
+def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path, hang_s=20)
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    assert chief.tick(100.1) == []
+    for node in range(3):
+        chief.receive(beat(node, Phase.BACKWARD, 25), 125.0)
+    chief.tick(125.1)
+    assert chief.open_hang is not None
+    assert [(culprit.rank, culprit.state) for culprit in chief.open_hang.hang.culprits] == [
+        (6, "silent"),
+        (7, "silent"),
+    ]
+
+
+def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=10)
+    for now in (100.0, 130.0, 170.0):
+        for node in range(3):
+            chief.receive(beat(node, Phase.BACKWARD, now - 90), now)
+        chief.tick(now)
+    assert said == ["no word from the agents of ranks 6-7: they are not watched"]
+    assert chief.open_hang is not None

@@ -96,5 +96,5 @@ def test_a_hang_reads_as_one_sentence() -> None:
     hang = watch.observe(beats((7, Phase.BACKWARD, "S"), (7, Phase.FORWARD, STOPPED), (7, Phase.BACKWARD, "S"), age=12))
     assert hang is not None
     assert sentence.of_hang(hang, ["a", "b", "c"], "report") == (
-        "no step for 12 s: rank 1 on b is stopped, past forward after 7 steps; 2 ranks wait: only reported"
+        "no step for 12 s: rank 1 on b is stopped by a signal after 7 steps; 2 ranks wait: only reported"
     )

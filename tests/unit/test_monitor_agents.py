@@ -1,0 +1,120 @@
+"""Two agents as processes, as on two nodes: real sockets and shared memory; the ranks' clocks are driven from here."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config import MonitorConfig
+from hpctrain.monitor import session, shared
+from hpctrain.monitor.agent import AgentPlan
+from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.node import NodePlan
+from hpctrain.monitor.shared import FINISHED, STATE, Layout, Slot
+from hpctrain.run_dir import RunDir
+from hpctrain.train.clock import Phase
+
+RANKS_PER_NODE = 4
+LAYOUT = Layout(ranks=RANKS_PER_NODE, rows=1024)
+
+
+class Node:
+    """The memory and the agent of a node whose ranks are clocks of this process."""
+
+    def __init__(self, index: int, folder: Path, token: str, listener: socket.socket | None, port: int) -> None:
+        handle, path = shared.create(LAYOUT)
+        os.unlink(path)
+        memory = shared.map_memory(handle, LAYOUT)
+        self.clocks = []
+        for local_rank in range(RANKS_PER_NODE):
+            slot = Slot(memory, LAYOUT, local_rank)
+            slot.join()
+            self.clocks.append(RingClock(slot))
+        ranks = range(index * RANKS_PER_NODE, (index + 1) * RANKS_PER_NODE)
+        chief = None
+        if index == 0:
+            names = [f"n{node}" for node in range(2) for _ in range(RANKS_PER_NODE)]
+            nodes = [node for node in range(2) for _ in range(RANKS_PER_NODE)]
+            config = asdict(MonitorConfig(window_steps=16, hang_s=600, on_hang="report"))
+            chief = {"hosts": names, "nodes": nodes, "folder": str(folder), "attempt": 1, "config": config}
+        plan = AgentPlan(
+            node=NodePlan(index, tuple(ranks), 16, 1.0),
+            memory=handle,
+            layout=LAYOUT,
+            token=token,
+            addresses=("127.0.0.1",),
+            port=port,
+            listener=listener.fileno() if listener else None,
+            chief=chief,
+        )
+        keep = [handle] + ([listener.fileno()] if listener else [])
+        self.agent: subprocess.Popen[bytes] = session.spawn(plan, keep, RunDir(folder))
+        os.close(handle)
+
+    def end(self) -> None:
+        for clock in self.clocks:
+            clock.head[STATE] = FINISHED
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    (tmp_path / "monitor").mkdir()
+    token = secrets.token_hex(32)
+    with session.listen() as listener:
+        port = listener.getsockname()[1]
+        pair = [Node(0, tmp_path, token, listener, port), Node(1, tmp_path, token, None, port)]
+    yield pair
+    for node in pair:
+        node.agent.kill()
+        node.agent.wait()
+        if node.agent.stdout:
+            node.agent.stdout.close()
+
+
+def drive(nodes: list[Node], steps: int, slow: int, extra_s: float) -> None:
+    """Synchronous steps in made-up time: the slow rank takes longer to read, the others wait for it."""
+    clocks = [clock for node in nodes for clock in node.clocks]
+    for step in range(steps):
+        for rank, clock in enumerate(clocks):
+            behind = extra_s if rank == slow and step >= 100 else 0.0
+            noise = 1 + 0.01 * ((7 * step + 3 * rank) % 5)
+            for phase, seconds in (
+                (Phase.DATA, 0.01 * noise + behind),
+                (Phase.BACKWARD, 0.1 * noise),
+                (Phase.EXCHANGE, 0.02 + extra_s - behind),
+            ):
+                clock.totals[phase] += seconds
+            clock.end_step(1.0)
+        time.sleep(0.002)  # the agents look four times a second; the ring must not run ahead of them
+
+
+def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_path: Path) -> None:
+    drive(nodes, 400, slow=5, extra_s=0.03)
+    for node in nodes:
+        node.end()
+    for node in nodes:
+        assert node.agent.wait(15) == 0
+    events = [json.loads(line) for line in (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()]
+    assert [(event["rank"], event["host"], event["cause"]) for event in events] == [(5, "n1", "data")]
+    view = json.loads((tmp_path / "monitor" / "live.json").read_text())
+    assert view["step"] == 400 and view["dropped_windows"] == 0
+    for index in range(2):
+        assert (tmp_path / "monitor" / f"agent-{index}.log").read_text() == ""
+
+
+def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
+    drive(nodes, 40, slow=0, extra_s=0.0)
+    nodes[0].agent.kill()
+    drive(nodes, 100, slow=0, extra_s=0.0)
+    assert nodes[1].agent.poll() is None
+    nodes[1].end()
+    assert nodes[1].agent.wait(15) == 0
