@@ -1,0 +1,198 @@
+"""Trackers, read back by their own readers: TensorBoard, Prometheus, and a real MLflow server that dies in mid-run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import mpi
+from tests.support.command import PROJECT, events, hpctrain, write_run
+
+SLOW = f"{PROJECT}/tests/support/torch_slow_task.py:task"
+READ_BACK = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+(run,) = [run for e in client.search_experiments() for run in client.search_runs([e.experiment_id])]
+read = lambda name: [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, name)]
+history = {name: read(name) for name in run.data.metrics}
+artifacts = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
+print(json.dumps({"params": run.data.params, "status": run.info.status, "metrics": history, "artifacts": artifacts}))
+"""
+
+
+READ_BOARD = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+board = EventAccumulator(sys.argv[1])
+board.Reload()
+print(json.dumps({tag: [[s.step, s.value] for s in board.Scalars(tag)] for tag in board.Tags()["scalars"]}))
+"""
+
+
+def run_python(program: str, argument: str) -> dict[str, Any]:
+    """What a tracker's own reader finds; in a process of its own, for it leaves threads and settings behind."""
+    done = subprocess.run([sys.executable, "-c", program, argument], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def losses(run: Path) -> list[list[float]]:
+    return [[event["step"], event["loss"]] for event in events(run, "train")]
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real server with a database in a folder; ended with everything it started."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    places = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "files")]
+    with open(folder / "server.log", "ab") as log:
+        server = subprocess.Popen([*command, *places], stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(lambda: healthy(port), 90, "the MLflow server")
+        yield server
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def wait_for(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} after {seconds} s"
+        time.sleep(0.1)  # between two looks
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_tensorboard_and_prometheus_read_back_the_events(tmp_path: Path) -> None:
+    prometheus = tmp_path / "hpctrain.prom"
+    run_file = write_run(
+        tmp_path,
+        task=SLOW,
+        task_args={"step_s": 0},
+        train={"steps": 40, "global_batch": 16},
+        track={"tensorboard": True, "prometheus": str(prometheus)},
+    )
+    hpctrain("train", run_file, cwd=tmp_path)
+    run = tmp_path / "runs/run"
+
+    board = run_python(READ_BOARD, str(run / "tensorboard"))
+    np.testing.assert_allclose(board["train/loss"], losses(run), rtol=1e-6)  # TensorBoard keeps float32
+    assert "validation/loss" in board
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {family.name: family for family in text_string_to_metric_families(prometheus.read_text())}
+    (sample,) = families["hpctrain_train_loss"].samples
+    assert sample.labels == {"run": "run"}
+    assert sample.value == losses(run)[-1][1]
+    assert families["hpctrain_finished"].samples[0].value == 1
+
+
+@pytest.mark.slow
+def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: Path) -> None:
+    uri = tmp_path / "tracking"
+    run_file = write_run(
+        tmp_path, task=SLOW, train={"steps": 300, "global_batch": 16}, track={"mlflow": str(uri), "every_steps": 5}
+    )
+    run = tmp_path / "runs/run"
+    command = [sys.executable, "-m", "hpctrain", "train", str(run_file)]
+    environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
+    with open(tmp_path / "first.log", "wb") as log:
+        first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    wait_for(lambda: len(events(run, "train")) > 5, 60, "training")
+    (run / "STOP").touch()
+    assert first.wait(60) == 75
+    hpctrain("train", run_file, cwd=tmp_path)
+    found = run_python(READ_BACK, f"sqlite:///{uri}/mlflow.db")
+    assert found["metrics"]["train/loss"] == losses(run)
+    assert found["params"]["train.steps"] == "300"
+    assert found["status"] == "FINISHED"
+    assert "run.yaml" in found["artifacts"]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path: Path) -> None:
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    run_file = write_run(
+        tmp_path, task=SLOW, train={"steps": 600, "global_batch": 16}, track={"mlflow": uri, "every_steps": 5}
+    )
+    run = tmp_path / "runs/run"
+    with mlflow_server(tmp_path, port):
+        command = [sys.executable, "-m", "hpctrain", "train", str(run_file)]
+        environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
+        with open(tmp_path / "train.log", "wb") as log:
+            training = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        wait_for(lambda: sent(run) > 0, 60, "metrics at the server")
+    assert training.poll() is None, "the run must outlive the server for this test to mean anything"
+    assert training.wait(60) == 0
+    assert "does not take the metrics" in (tmp_path / "train.log").read_text()
+    times = [event["time"] for event in events(run, "train")]
+    assert max(np.diff(times)) < 1.0, "an interval of 0.1 s may not wait for a server"
+    lost = hpctrain("track", "sync", run, cwd=tmp_path, code=70)
+    assert "start the server" in lost.stderr
+    with mlflow_server(tmp_path, port):
+        hpctrain("track", "sync", run, cwd=tmp_path)
+        found = run_python(READ_BACK, uri)
+    assert found["metrics"]["train/loss"] == losses(run)
+    assert found["status"] == "FINISHED"
+
+
+def sent(run: Path) -> int:
+    try:
+        return int(json.loads((run / "mlflow.json").read_bytes())["offset"])
+    except (OSError, ValueError):
+        return 0
+
+
+@pytest.mark.slow
+def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, task=SLOW, task_args={"step_s": 0}, train={"steps": 40, "global_batch": 16})
+    hpctrain("train", run_file, cwd=tmp_path)
+    hpctrain("predict", run_file, "-o", tmp_path / "own.h5", cwd=tmp_path)
+    answer = hpctrain(
+        "track", "register", tmp_path / "runs/run", "--uri", tmp_path / "registry", "--json", cwd=tmp_path
+    )
+    registered = json.loads(answer.stdout.splitlines()[-1])
+    program = (
+        "import h5py, mlflow, numpy as np\n"
+        f"mlflow.set_tracking_uri('sqlite:///{tmp_path}/registry/mlflow.db')\n"
+        f"model = mlflow.pyfunc.load_model('models:/{registered['name']}/{registered['version']}')\n"
+        "x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)\n"
+        f"own = h5py.File('{tmp_path}/own.h5')['output'][...]\n"
+        "np.testing.assert_array_equal(model.predict({'x': x})['output'], own)\n"
+        "assert model.metadata.metadata['step'] == 40\n"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
+    result = mpi.run_in_group([sys.executable, "-c", program], environment, elsewhere, 120)
+    assert result.returncode == 0, result.output
