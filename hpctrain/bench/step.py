@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-from hpctrain.errors import ExitCode, RunFailed, UserError
+from hpctrain.bench.ranks import on_ranks
+from hpctrain.errors import ExitCode, UserError
 
 FRAMEWORKS = {"torch": "hpctrain.bench.torch_step", "tensorflow": "hpctrain.bench.tensorflow_step"}
 """Program of each framework; it is started on every rank with the same arguments and rank 0 writes the rows."""
@@ -22,7 +17,6 @@ CONTENDERS = {
     "tensorflow": ("none", "auto", "horovod", "mpi", "mwms", "horovod-plain"),
 }
 MODELS = {"torch": ("gpt", "mlp", "conv"), "tensorflow": ("mlp", "conv")}
-TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -115,36 +109,14 @@ def measure(
     Raises:
         RunFailed: the program failed.
     """
-    from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-    from hpctrain.launch.threads import thread_environment, usable_cores
-
-    environment = {**os.environ, **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    prefix: list[str] = []
-    if ranks > 1:
-        library = probe()
-        mpirun = MpiRun(find_mpirun(library), library.flavour)
-        environment |= launcher_environment(mpirun.flavour, ranks > usable_cores(), os.environ)
-        prefix = mpirun.argv(ranks, {}, usable_cores())
-    with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
-        out = Path(folder, "rows.json")
-        options = {
-            "--models": ",".join(models),
-            "--contenders": ",".join(contenders),
-            "--rounds": str(rounds),
-            "--steps": str(steps),
-            "--compression": compression,
-            "--out": str(out),
-        }
-        words = [word for pair in options.items() for word in pair]
-        command = [*prefix, sys.executable, "-m", FRAMEWORKS[framework], *words]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if ended.returncode or not out.exists():
-            said = (ended.stdout + ended.stderr)[-4000:]
-            raise RunFailed(
-                f"the {framework} benchmark ended with code {ended.returncode}:\n{said}",
-                "read the lines above; hpctrain doctor checks the installation",
-            )
-        return [Row(**row) for row in json.loads(out.read_text())["rows"]]
+    options = {
+        "--models": ",".join(models),
+        "--contenders": ",".join(contenders),
+        "--rounds": str(rounds),
+        "--steps": str(steps),
+        "--compression": compression,
+    }
+    return [Row(**row) for row in on_ranks(FRAMEWORKS[framework], options, ranks)]
 
 
 def table(found: Sequence[Row]) -> str:
@@ -169,11 +141,6 @@ def parser_of_ranks() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--compression", default="none")
     return parser
-
-
-def write_rows(path: str, found: Sequence[Row], **more: Any) -> None:
-    """What a framework's program hands back."""
-    Path(path).write_text(json.dumps({"rows": [asdict(row) for row in found], **more}))
 
 
 def _chosen(given: str, known: Sequence[str], skip_unknown: bool) -> list[str]:

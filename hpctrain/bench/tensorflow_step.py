@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import keras
@@ -17,7 +17,8 @@ import tensorflow as tf
 from keras import layers
 from numpy.typing import NDArray
 
-from hpctrain.bench.step import Row, parser_of_ranks, rows, write_rows
+from hpctrain.bench.ranks import write_rows
+from hpctrain.bench.step import Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.auto import Candidate
 from hpctrain.comm.world import World, alone, connect
@@ -204,7 +205,7 @@ def main() -> None:
         times, equal = take_turns(contenders, make, args.rounds, args.steps, world.data)
         found += rows("tensorflow", model, times, equal, choices.chosen.get(model))
     if world.rank == 0:
-        write_rows(args.out, found)
+        write_rows(args.out, [asdict(row) for row in found])
 
 
 if __name__ == "__main__":

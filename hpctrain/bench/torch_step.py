@@ -6,13 +6,15 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain.bench.step import Row, parser_of_ranks, rows, write_rows
+from hpctrain.bench.ranks import write_rows
+from hpctrain.bench.step import Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.auto import Candidate
 from hpctrain.comm.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
@@ -202,7 +204,7 @@ def main() -> None:
         row for model in args.models.split(",") for row in compare(model, contenders, choices, args.rounds, args.steps)
     ]
     if world.rank == 0:
-        write_rows(args.out, found)
+        write_rows(args.out, [asdict(row) for row in found])
     if "ddp" in contenders:
         torch.distributed.destroy_process_group()
 

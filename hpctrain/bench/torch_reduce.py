@@ -1,0 +1,69 @@
+"""The exchange alone, by size and way, in turns, on the ranks that run this program."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+
+import torch
+
+from hpctrain.bench.ranks import write_rows
+from hpctrain.bench.turns import take_turns
+from hpctrain.comm.auto import Candidate
+from hpctrain.comm.torch_reducer import Reducer, make_reducer
+from hpctrain.comm.world import World, connect
+from hpctrain.config import ReduceConfig
+
+MIB = 2**20
+
+
+class Exchange:
+    """Exchanges the gradients of one parameter, without computing any."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+
+    def step(self) -> None:
+        """See Contender."""
+        self.reducer.exchange()
+
+    def weights_hash(self) -> str:
+        """There are no weights."""
+        return ""
+
+    def close(self) -> None:
+        """See Contender."""
+        self.reducer.close()
+
+
+def make(way: str, mib: float, world: World) -> Exchange:
+    """An exchange of so many MiB of fp32."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(max(1, int(mib * MIB / 4))))
+    return Exchange(make_reducer(Candidate.parse(way), world.data, model, ReduceConfig()))
+
+
+def main() -> None:
+    """Rank 0 writes the rows."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("--sizes", "--ways", "--out"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    world = connect()
+    found = []
+    for mib in map(float, args.sizes.split(",")):
+        makes = partial(make, mib=mib, world=world)
+        times, _ = take_turns(args.ways.split(","), makes, args.rounds, args.steps, world.data)
+        for way, seconds in times.items():
+            rate = mib * MIB / seconds / 1e9
+            found.append({"way": way, "mib": mib, "median_ms": round(seconds * 1e3, 4), "gb_per_s": round(rate, 3)})
+    if world.rank == 0:
+        write_rows(args.out, found)
+
+
+if __name__ == "__main__":
+    main()
