@@ -171,7 +171,7 @@ def start_worker(index: int, payload: SharedMemory) -> Worker:
     slots = [create() for _ in range(SLOTS)]
     descriptors = [theirs.fileno(), payload.descriptor, *(slot.descriptor for slot in slots)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    environment |= {IN_WORKER: "1", "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment |= {IN_WORKER: "1", "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), os.getcwd()])}
     environment |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     with theirs:
         process = subprocess.Popen(

@@ -1,0 +1,28 @@
+"""Ranks of a real MPI job, with worker processes, see the same global batches whatever their number."""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "data_partition.py"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_samples_and_their_transforms_do_not_depend_on_ranks_or_workers(tmp_path: Path, shuffle: str) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["id"] = np.arange(203)
+        file.create_dataset("x", data=np.random.default_rng(0).normal(size=203), chunks=(16,), compression="gzip")
+    said = {
+        (ranks, workers): mpirun(
+            ranks, PROGRAM, tmp_path / "a.h5", shuffle, workers, env={"PYTHONPATH": str(ROOT)}, timeout=60
+        ).stdout
+        for ranks, workers in ((1, 0), (2, 1), (3, 0), (4, 1))
+    }
+    assert len(set(said.values())) == 1, said
+    assert said[1, 0].startswith("2")
