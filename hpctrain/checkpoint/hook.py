@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import platform
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,9 @@ class CheckpointHook(BaseHook):
         self.saver: Saver | None = None
         self.agreement: Callable[[], Any] | None = None
         self.cost: Cost | None = None
+        self.constant: dict[str, Any] = {}
         self.last_s = time.monotonic()
+        self.stall_s = 0.0
         self.saved_step: int | None = None
         self.due = False
         self.is_best = False
@@ -82,6 +85,11 @@ class CheckpointHook(BaseHook):
 
     def before_fit(self, trainer: Trainer) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""
+        self.constant = {
+            "identity": self.identity,
+            "config_hash": config_hash(self.identity),
+            "versions": versions(),
+        }
         loaded = resume(self.store, trainer.framework, trainer.state, self.identity, self.fresh)
         allocate = getattr(trainer.framework, "staging", host_buffer)
         self.saver = open_saver(self.store, writers(self.config.writers, trainer.world), allocate)
@@ -158,23 +166,23 @@ class CheckpointHook(BaseHook):
     def _begin(self, trainer: Trainer) -> None:
         """Snapshot of all state at this step."""
         assert self.saver is not None, "before_fit opens the saver"
+        begin = time.monotonic()
         tensors = trainer.framework.state()
         if self.config.verify_replicated:
             verify_replicated(self.store, tensors, trainer.state.step)
         meta = {
-            "state": trainer.state.to_json(),
-            "identity": self.identity,
-            "config_hash": config_hash(self.identity),
+            "state": finite(trainer.state.to_json(), None),
             "framework": trainer.framework.name,
-            "versions": versions(),
             "best": self.is_best,
             "time": time.time(),
+            **self.constant,
         }
         self.saver.begin(tensors, trainer.state.step, meta, trainer.framework.synchronize)
         if self.is_best:
             self.best_step = trainer.state.step
         self.due = self.is_best = False
         self.last_s = time.monotonic()
+        self.stall_s = self.last_s - begin
 
     def _settle(self, outcome: Outcome | None) -> Any:
         """Reports how a save ended; a failed one leaves the run going on, unless it was fenced off."""
@@ -182,14 +190,16 @@ class CheckpointHook(BaseHook):
             return None
         path = str(outcome.path)
         if outcome.error:
-            self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
+            try:
+                self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
+            except RunFailed:  # the disk is too full for the event, too
+                print(f"hpctrain: checkpoint of step {outcome.step} failed: {outcome.error}", file=sys.stderr)
             self.store.fence()
             return outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}
-        sync = self.config.mode == "sync"
-        self.cost = Cost(outcome.write_s if sync else outcome.stall_s, outcome.write_s)
+        self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
         self._report(
             "checkpoint_saved",
             outcome.step,
@@ -230,8 +240,17 @@ def checkpoint_hook(
     attempt = current_attempt()
     store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: run_dir.check_fence(attempt))
     identity = {"config": dataclasses.asdict(config), "global_batch": global_batch, "data": fingerprint}
-    plain = json.loads(json.dumps(identity))  # as it will come back from a manifest
+    plain = json.loads(json.dumps(finite(identity, "not finite")))  # as it will come back from a manifest
     return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, plain, report, fresh)
+
+
+def finite(value: Any, instead: Any) -> Any:
+    """A value without the numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: finite(item, instead) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item, instead) for item in value]
+    return instead if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def writers(mode: str, world: World) -> list[int]:

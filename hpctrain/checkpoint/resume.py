@@ -49,12 +49,16 @@ def resume(
 
 
 def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
-    """Sweeps, on rank 0; returns the steps to resume from."""
-    store.sweep()
-    if fresh:
-        for step in store.steps():
-            store.put_aside(step, "superseded")
-    return store.steps()
+    """Sweeps, on rank 0; returns the steps to resume from. Raises UserError where the folder cannot be changed."""
+    try:
+        store.sweep()
+        if fresh:
+            for step in store.steps():
+                store.put_aside(step, "superseded")
+        return store.steps()
+    except OSError as error:
+        fix = "make the folder readable and writable, or set run_dir to another one"
+        raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
 
 
 def load_weights(framework: Framework, store: CheckpointStore, step: int | None = None) -> Loaded:

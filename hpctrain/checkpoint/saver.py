@@ -31,6 +31,8 @@ from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 SPARE_BYTES = 16 << 20
 """Free space that a checkpoint must leave."""
+WRITE_TIMEOUT_S = 24 * 3600.0
+"""Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
 
 
 class Stage(Enum):
@@ -213,7 +215,7 @@ class Saver:
         while True:
             assert self.job is not None, "a checkpoint is in flight"
             self.job.future.exception()
-            outcome = self.advance(self.group.begin_min(self.flags(), "finish the checkpoint")())
+            outcome = self.advance(self.group.begin_min(self.flags(), "finish the checkpoint", WRITE_TIMEOUT_S)())
             if outcome:
                 return outcome
 
