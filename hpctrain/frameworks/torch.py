@@ -252,6 +252,10 @@ class TorchFramework:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def staging(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Host memory for a checkpoint's snapshot: uint8, page-locked where the model is on a GPU."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").numpy()
+
     def weights_hash(self) -> str:
         """See Framework."""
         return digest(list(self.model.parameters()))
