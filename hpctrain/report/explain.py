@@ -265,7 +265,7 @@ def phases(data: RunData) -> list[Explanation]:
         found.append(Explanation("data_bound", f"{share['data']:.0%} of the time waits for data", (), advice))
     if share.get("exchange", 0) > EXCHANGE_BOUND:
         advice = (
-            "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; hpctrain bench reduce measures"
+            "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; hpctrain bench step measures"
         )
         title = f"{share['exchange']:.0%} of the time waits for the exchange of gradients"
         found.append(Explanation("exchange_bound", title, (), advice))
