@@ -92,6 +92,9 @@ class Chief:
         self.dropped: dict[int, int] = {}
         self.first_step = 0
         self.active: dict[str, str] = {}
+        """Confirmed findings, in words."""
+        self.suspects: list[str] = []
+        """Findings of the last window only."""
         self.shown: Measures | None = None
         self.open_hang: OpenHang | None = None
         self.next_live = 0.0
@@ -168,6 +171,7 @@ class Chief:
         self.seconds_judging += time.perf_counter() - began
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
+        self.suspects.clear()
         for verdict in verdicts:
             self.tell(self.with_evidence(verdict))
 
@@ -194,12 +198,13 @@ class Chief:
             if verdict.kind in ("rank", "pauses", "host")
             else verdict.kind.value
         )
+        if verdict.state is State.SUSPECT:
+            self.suspects.append(text)
+            return
         if verdict.state is State.CLEARED:
             self.active.pop(key, None)
         else:
             self.active[key] = text
-        if verdict.state is State.SUSPECT:
-            return
         self.say(text, False)
         step = self.first_step + (verdict.window + 1) * self.config.window_steps
         excluded = False
@@ -312,7 +317,7 @@ class Chief:
                 }
                 for place in shown
             ],
-            "verdicts": list(self.active.values()),
+            "verdicts": [*self.active.values(), *self.suspects],
             "dropped_windows": sum(self.dropped.values()),
         }
 

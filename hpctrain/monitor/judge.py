@@ -121,20 +121,36 @@ class Judge:
         if size <= self.rule.few_ranks:
             verdicts += self.uneven(now)
             slow = slow & self.baseline.fell_behind(now.medians, own, self.rule.slow)
-        risen = own >= 1 + self.rule.slow if own is not None else np.zeros(size, dtype=bool)
         many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
-        if size > self.rule.few_ranks and self.rule.many * size < risen.sum() < 0.8 * size:
-            many, slow = True, slow | risen
+        if (group := self.slow_group(now.medians, own)) is not None:
+            many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
         verdicts += self.condition(
             Kind.MANY,
             window,
             many,
             not many,
             ranks=tuple(window.ranks[slow].tolist()),
-            slowdown=float(now.excess[slow].mean()) if slow.any() else 0.0,
-            cost=statistics.cost_of_group(window.busy, window.wait, slow) if many and not slow.all() else 0.0,
+            slowdown=float(np.median(now.medians[slow]) / np.median(now.medians[~slow]) - 1) if many else 0.0,
+            cost=statistics.cost_of_group(window.busy, window.wait, slow) if many else 0.0,
         )
         return verdicts + self.accuse(now, np.zeros_like(slow) if many else slow)
+
+    def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
+        """So many slow ranks that the spread between ranks, or even the median, is theirs.
+
+        Up to half of the ranks show as a gap between two groups; more than half only by what they were before.
+        """
+        size = len(medians)
+        if size <= self.rule.few_ranks:
+            return None
+        upper = statistics.upper_group(medians, self.rule.slow)
+        if self.rule.many * size < upper.sum() <= 0.5 * size:
+            return upper
+        if own is not None:
+            risen = own >= 1 + self.rule.slow
+            if 0.5 * size < risen.sum() < size and np.median(own[risen]) - np.median(own[~risen]) >= self.rule.slow:
+                return risen
+        return None
 
     def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Verdict]:
         """Runs each rank's hysteresis; ranks without an entry are calm."""
@@ -242,14 +258,10 @@ class Judge:
         guilty: set[int] = set()
         recent = self.sums(8)
         for counts, seconds, total in (recent, self.sums(64)):
-            worst = int(np.argmax(counts))
-            if (
-                seconds[worst] >= self.rule.pauses * total
-                and len(window.ranks)
-                * statistics.chance_of_so_many(int(counts[worst]), int(counts.sum()), len(window.ranks))
-                < self.rule.luck
-            ):
-                guilty.add(worst)
+            for rank in np.flatnonzero(seconds >= self.rule.pauses * total).tolist():
+                chance = statistics.chance_of_so_many(int(counts[rank]), int(counts.sum()), len(window.ranks))
+                if chance * len(window.ranks) < self.rule.luck:
+                    guilty.add(rank)
         counts, seconds, total = recent
         watched = guilty | {key[1] for key in self.conditions if isinstance(key, tuple)}
         normal = np.median(window.typical, axis=0)

@@ -141,6 +141,14 @@ def chance_of_so_many(count: int, total: int, ranks: int) -> float:
     return min(1.0, sum(math.exp(term) for term in terms))
 
 
+def upper_group(medians: Array, gap: float) -> NDArray[np.bool_]:
+    """[R] ranks above the widest gap between neighbours, if that is wider than a share ``gap`` of the lower one."""
+    ordered = np.sort(medians)
+    widths = np.diff(ordered) / np.maximum(ordered[:-1], 1e-9)
+    below = int(np.argmax(widths))
+    return medians > ordered[below] if widths[below] >= gap else np.zeros(len(medians), dtype=bool)
+
+
 def transfer_seconds(wait: Array) -> float:
     """The exchange itself: the last rank to arrive waits for nobody. Median over steps of the smallest wait."""
     return float(np.median(wait.min(axis=0)))

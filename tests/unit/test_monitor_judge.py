@@ -171,13 +171,40 @@ def test_few_ranks_that_differ_since_the_start_are_not_blamed(ranks: int) -> Non
     assert outcome.of(Kind.UNEVEN)[0].ranks == (0,)
 
 
-def test_half_of_the_ranks_slow_is_said_so() -> None:
+@pytest.mark.parametrize("onset", [0, 200])
+def test_half_of_the_ranks_slow_is_said_so(onset: int) -> None:
     trace = healthy(14)
     for rank in (0, 3, 5, 6):
-        trace = traces.slowed_processor(trace, rank, 0.2, 200)
+        trace = traces.slowed_processor(trace, rank, 0.2, onset)
     outcome = judged(trace)
     assert outcome.accused == set()
     assert outcome.of(Kind.MANY)[0].ranks == (0, 3, 5, 6)
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_a_majority_that_becomes_slow_is_said_so(count: int) -> None:
+    trace = healthy(14)
+    for rank in range(count):
+        trace = traces.slowed_processor(trace, rank, 0.3, 300)
+    outcome = judged(trace)
+    assert outcome.accused == set()
+    [verdict] = outcome.of(Kind.MANY)
+    assert verdict.ranks == tuple(range(count))
+    assert verdict.slowdown == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_host_of_two_that_becomes_slow_is_named() -> None:
+    trace = healthy(21)
+    for rank in range(4, 8):
+        trace = traces.slowed_processor(trace, rank, 0.3, 300)
+    outcome = judged(trace, hosts=["n1"] * 4 + ["n2"] * 4)
+    assert [(verdict.kind, verdict.hosts) for verdict in outcome.confirmed] == [(Kind.HOST, ("n2",))]
+
+
+def test_two_ranks_that_pause_are_both_named() -> None:
+    rng = np.random.default_rng(20)
+    outcome = judged(traces.with_pauses(healthy(20, steps=1600, blips=0), [1, 6], 0.4, 15, rng))
+    assert outcome.accused == {1, 6}
 
 
 def test_all_ranks_of_a_host_are_one_verdict() -> None:
