@@ -99,14 +99,16 @@ class Cluster:
         done = self.run("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T", check=False)
         return done.stdout.strip().split("\n")[0]
 
+    def shown(self, job: str) -> str:
+        """Everything that Slurm says of the job."""
+        return self.run("scontrol", "show", "job", job, check=False).stdout
+
     def wait(self, job: str, *states: str, timeout: float = 120) -> str:
         """Returns the job's state once it is one of these."""
         return until(
             lambda: (state := self.state(job)) in states and state,
             timeout,
-            lambda: (
-                f"job {job} is {self.state(job)}, not {states}\n{self.run('scontrol', 'show', 'job', job, check=False).stdout}"
-            ),
+            lambda: f"job {job} is {self.state(job)}, not {states}\n{self.shown(job)}",
         )
 
     def processes(self, marker: str) -> dict[int, str]:

@@ -7,11 +7,12 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.slurm import cluster as slurm
-from tests.slurm.run import Run
+from tests.slurm.run import STEPS, Run
 
 RANKS = {
     # Fake nodes share one machine: no shared memory between them, and TCP over the loopback only.
@@ -55,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 @pytest.fixture
 def new_run(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """``new_run(**keys)`` writes a run file; its jobs are cancelled and no process of its is left when the test ends."""
+    """``new_run(**keys)`` writes a run file; when the test ends its jobs are cancelled and no process of its is left."""
     made: list[Run] = []
 
     def make(**keys: object) -> Run:
@@ -70,3 +71,47 @@ def new_run(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Ru
         slurm.until(
             lambda run=run: not cluster.processes(run.marker), 20, lambda run=run: str(cluster.processes(run.marker))
         )
+
+
+TASK = f"{Path(__file__).parent}/programs/slow_digits.py:task"
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits as HDF5, packed once."""
+    from hpctrain.tasks.digits_data import pack
+
+    folder = tmp_path_factory.mktemp("digits")
+    pack(str(folder))
+    return folder
+
+
+@pytest.fixture
+def train(new_run: Callable[..., Run], digits: Path) -> Callable[..., Run]:
+    """``train(sleep_s, fault=..., slurm=..., ...)`` writes the run file of a short training run."""
+
+    def make(sleep_s: float = 0.0, **keys: Any) -> Run:
+        names = ("fault", "rank", "at", "once")
+        args = {"data": str(digits), "sleep_s": sleep_s, **{name: keys.pop(name) for name in names if name in keys}}
+        keys.setdefault("train", {"steps": STEPS, "global_batch": 64, "eval_every_epochs": None})
+        keys.setdefault("reduce", {"kind": "mpi"})
+        keys.setdefault("checkpoint", {"every_steps": 8})
+        return new_run(task=TASK, task_args=args, **keys)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, str]:
+    """Under "hash" the weights of the run that nothing disturbed, once one has ended."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(train: Callable[..., Run], reference: dict[str, str]) -> str:
+    """Hash of the weights that nothing disturbed."""
+    if not reference:
+        run = train()
+        run.wait(run.submit(), "COMPLETED")
+        reference["hash"] = run.weights()
+    return reference["hash"]

@@ -13,6 +13,9 @@ import yaml
 from hpctrain.run_dir import RunDir
 from tests.slurm.cluster import Cluster, until
 
+STEPS = 48
+"""Of the training runs of these tests."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -24,7 +27,7 @@ class Run:
 
     @classmethod
     def write(cls, cluster: Cluster, home: Path, **keys: Any) -> Run:
-        """Writes a run file for two nodes with two ranks each; ``launch`` and ``slurm`` are merged into its sections."""
+        """Writes a run file for two nodes of two ranks; ``launch`` and ``slurm`` are merged into its sections."""
         home.mkdir(parents=True)
         launch = {"nodes": 2, "ranks_per_node": 2, **keys.pop("launch", {})}
         launch["slurm"] = {"profile": "local-test", "signal_s": 20, **keys.pop("slurm", {})}
@@ -57,6 +60,22 @@ class Run:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of one name."""
         return [event for event in self.dir.read_events() if event["event"] == name]
+
+    def computed(self) -> list[int]:
+        """Steps that any attempt reported, with repetitions: nothing is resolved here."""
+        lines = [json.loads(line) for line in self.dir.events.read_text().splitlines()]
+        return [event["step"] for event in lines if event["event"] == "train"]
+
+    def verdicts(self) -> list[str]:
+        """What followed from each attempt."""
+        return [attempt["verdict"]["action"] if "verdict" in attempt else "none" for attempt in self.dir.attempts()]
+
+    def weights(self) -> str:
+        """The hash of the last attempt's weights, which all ranks agree on."""
+        words = self.dir.read_words(self.dir.attempts()[-1]["attempt"])["ranks"]
+        hashes = {word["weights_hash"] for word in words}
+        assert len(words) == 4 and len(hashes) == 1, words
+        return str(hashes.pop())
 
     def log(self) -> str:
         """Everything that the run has printed."""

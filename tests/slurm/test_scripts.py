@@ -2,21 +2,117 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import yaml
 
+from hpctrain.run_dir import RunDir
 from tests.slurm.run import Run
 
 HOSTILE = [
-    "plain", "two words", "it's", 'say "hi"', "$(touch /tmp/owned)", "`id`", "back\\slash", "x # hash", "a#b",
-    "semi;colon", "ünïcödé ☃", "--looks=like", " leading", "tab? no", "100% %j", "a=b,c=d", "\\\"'#", "*", "~", "!x",
+    "it's \"so\" called", "$(touch owned) `id` ${HOME}", "back\\slash # hash a#b", "semi;colon & | > * ! {a,b}",
+    "ünïcödé ☃", " leading", "100% %j %%", "\\\"'#", "--looks=like",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", HOSTILE)
-def test_sbatch_reads_every_comment_as_it_was_given(new_run: Callable[..., Run], value: str) -> None:
-    run = new_run(launch={"command": ["true"]}, slurm={"comment": value, "begin": "now+1hour"})
+def test_sbatch_reads_comments_as_they_were_given(new_run: Callable[..., Run]) -> None:
+    for value in HOSTILE:
+        run = new_run(launch={"command": ["true"]}, slurm={"comment": value, "begin": "now+1hour"})
+        job = run.submit()
+        assert run.cluster.run("squeue", "-h", "-j", job, "-o", "%k").stdout.rstrip("\n") == value
+
+
+def test_folders_with_hostile_names_work(new_run: Callable[..., Run], tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s "100%" $(touch owned) ☃'
+    run = new_run(launch={"command": ["echo", "$(touch owned) * 'x'"]}, run_dir=str(folder))
     job = run.submit()
-    shown = run.cluster.run("squeue", "-h", "-j", job, "-o", "%k").stdout
-    assert shown.rstrip("\n") == value
+    run.wait(job, "COMPLETED", "FAILED", timeout=40)
+    logs = "".join(path.read_text() for path in folder.glob("logs/*"))
+    assert logs.count("$(touch owned) * 'x'") == 4, logs
+    assert not list(tmp_path.rglob("owned"))
+
+
+@pytest.mark.parametrize("name", ["cpu"])
+def test_an_example_works_by_itself(new_run: Callable[..., Run], digits: Path, name: str) -> None:
+    script = Path(__file__).parents[2] / "slurm" / "examples" / f"{name}.sbatch"
+    run = new_run(
+        task="hpctrain.tasks.torch_digits:task", task_args={"data": str(digits)}, reduce={"kind": "mpi"},
+        train={"steps": 10, "global_batch": 64},
+    )  # fmt: skip
+    shape = ["--ntasks-per-node=2", "--cpus-per-task=1", "--mem-per-cpu=500M"]
+    done = run.cluster.run("sbatch", "--parsable", *shape, script, run.file, cwd=run.file.parent)
+    job = done.stdout.strip()
+    run.wait(job, "COMPLETED", "FAILED", timeout=60)
+    assert (run.status()["state"], run.status()["job"]) == ("COMPLETED", job), run.log()
+    assert run.events("run_started")[0]["ranks"] == 4
+
+
+def test_an_array_makes_a_run_of_each_element(new_run: Callable[..., Run]) -> None:
+    run = new_run(launch={"command": ["bash", "-c", "echo seed $SEED"], "nodes": 1, "ranks_per_node": 1})
+    sweep = run.file.parent / "sweep.txt"
+    sweep.write_text("# seeds\n--launch.env.SEED 'one $(id)'\n--launch.env.SEED two\n")
+    done = run.hpctrain("submit", run.file, "--array", sweep, "--at-once", 1, "--wait", "--json")
+    job = json.loads(done.stdout.splitlines()[0])["jobs"][0]
+    status = json.loads(run.hpctrain("status", run.folder, "--json").stdout)
+    assert [(each["job"], each["state"]) for each in status] == [(f"{job}_0", "COMPLETED"), (f"{job}_1", "COMPLETED")]
+    for element, seed in enumerate(("one $(id)", "two")):
+        logs = "".join(path.read_text() for path in (run.folder / str(element)).glob("logs/*"))
+        assert f"seed {seed}\n" in logs + "".join(path.read_text() for path in run.folder.glob(f"logs/*_{element}.out"))
+
+
+def test_an_element_of_an_array_is_requeued_alone(new_run: Callable[..., Run]) -> None:
+    program = "[ $SLURM_ARRAY_TASK_ID = 1 ] && [ $HPCTRAIN_ATTEMPT = 1 ] && exit 75; exit 0"
+    launch = {"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1}
+    run = new_run(launch={**launch, "env": {"A": "b"}})
+    run.hpctrain("submit", run.file, "--array", "seed=0,1", "--wait", timeout=90)
+    attempts = [len(RunDir(run.folder / str(element)).attempts()) for element in range(2)]
+    assert attempts == [1, 2]
+
+
+def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[..., Run], tmp_path: Path) -> None:
+    program = f"echo x >> {tmp_path}/count; [ $(wc -l < {tmp_path}/count) -ge 2 ] || exit 75"
+    run = new_run(launch={"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1})
+    done = run.hpctrain("submit", run.file, "--chain", 4, "--json")
+    first, second, third, fourth = json.loads(done.stdout)["jobs"]
+    run.wait(first, "FAILED", timeout=30)
+    run.wait(second, "COMPLETED", timeout=30)
+    assert {run.wait(job, "CANCELLED", timeout=30) for job in (third, fourth)} == {"CANCELLED"}
+    assert (tmp_path / "count").read_text() == "x\nx\n"
+
+
+def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: Path, tmp_path: Path) -> None:
+    """The example script, with run files for the digits."""
+    np = pytest.importorskip("numpy")
+    np.savez(tmp_path / "raw.npz", image=np.zeros((64, 8, 8), np.float32), label=np.zeros(64, np.int64))
+    one = {"nodes": 1, "ranks_per_node": 1, "slurm": {"profile": "local-test", "signal_s": 20}}
+    runs, folder = tmp_path / "pipe", tmp_path / "files"
+    folder.mkdir()
+    train = {
+        "name": "train", "run_dir": str(runs / "train"), "task": "hpctrain.tasks.torch_digits:task", "launch": one,
+        "task_args": {"data": str(digits)}, "train": {"steps": 8, "global_batch": 64}, "reduce": {"kind": "none"},
+    }  # fmt: skip
+    commands = {
+        "pack": ["hpctrain", "data", "pack", tmp_path / "raw.npz", tmp_path / "packed.h5"],
+        "evaluate": ["hpctrain", "evaluate", runs / "train" / "run.yaml", "--json"],
+        "export": ["hpctrain", "ckpt", "export", runs / "train", tmp_path / "weights.safetensors"],
+    }
+    (folder / "train.yaml").write_text(yaml.safe_dump(train))
+    for name, words in commands.items():
+        launch = {**one, "command": [str(word) for word in words]}
+        (folder / f"{name}.yaml").write_text(
+            yaml.safe_dump({"name": name, "run_dir": str(runs / name), "launch": launch})
+        )
+    run = new_run(launch={"command": ["true"]})
+    script = Path(__file__).parents[2] / "slurm" / "examples" / "pipeline.sh"
+    done = run.cluster.run(script, folder, cwd=tmp_path)
+    jobs = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert len(jobs) == 4
+    try:
+        run.cluster.wait(jobs[-1], "COMPLETED", timeout=90)
+    except AssertionError as error:
+        logs = "\n".join(path.read_text() for path in runs.glob("*/logs/*"))
+        raise AssertionError(f"{error}\n{logs}") from None
+    assert (tmp_path / "weights.safetensors").stat().st_size > 1000

@@ -62,13 +62,8 @@ def run(words: Sequence[str], stdin: str | None = None, timeout_s: float = TIMEO
     return done.stdout
 
 
-def submit(script: Path, options: Sequence[str] = (), test_only: bool = False) -> str:
-    """Submits a script and returns the job id; with ``test_only`` what Slurm says about it."""
-    if test_only:
-        done = subprocess.run(
-            [find("sbatch"), "--test-only", *options, str(script)], capture_output=True, text=True, check=False
-        )
-        return " ".join((done.stderr or done.stdout).split())
+def submit(script: Path, options: Sequence[str] = ()) -> str:
+    """Submits a script and returns the job id."""
     return run(["sbatch", "--parsable", *options, str(script)]).strip().split(";")[0]
 
 

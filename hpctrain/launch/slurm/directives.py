@@ -1,4 +1,4 @@
-"""What a job asks of Slurm, as ordered data: directives from the configuration, checked and changed by the user's own."""
+"""What a job asks of Slurm, as ordered data: from the configuration, changed by the user's own lines, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor does in a Slurm job beside watching ranks: stage in, find a launcher that works, requeue."""
+"""What the supervisor does in a Slurm job before the ranks start: stage in, find a launcher that works."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,43 +137,6 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, Mapping[str, A
         raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
     targets = {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
     return own, stage.staged_values(dict(config.task_args), targets)
-
-
-def requeue(config: Config, run: RunDir, job: Job, exclude: Sequence[str] = ()) -> None:
-    """Has Slurm run the job again; returns at once, Slurm then ends this process.
-
-    Hosts cannot be excluded from a job that runs, so with some to exclude the script is submitted anew.
-
-    Raises:
-        UserError: the site's rules or the cap do not allow it.
-        RunFailed: Slurm refused.
-    """
-    slurm = config.launch.slurm
-    if slurm.requeue is False:
-        raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    attempts = len(run.attempts())
-    if attempts > slurm.max_requeues:
-        raise NoRequeue(
-            f"{attempts} attempts used up launch.slurm.max_requeues {slurm.max_requeues}", "raise it and resume"
-        )
-    if exclude and (run.path / "job.sbatch").exists():
-        from hpctrain.launch.slurm.submission import Submitted, record
-
-        hosts = ",".join([*slurm.exclude, *exclude])
-        number = client.submit(run.path / "job.sbatch", [f"--exclude={hosts}", f"--chdir={os.getcwd()}"])
-        record(run, Submitted(number, time.time(), os.getcwd()))
-        return
-    client.requeue(job.id)
-
-
-def end_chain(run: RunDir, job: Job) -> None:
-    """Takes the jobs that were to follow out of the queue: there is nothing left to do, or it would fail again."""
-    from hpctrain.launch.slurm.submission import submissions
-
-    jobs = [each.job for each in submissions(run)]
-    later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
-    if later:
-        client.cancel(later, pending_only=True)
 
 
 def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:

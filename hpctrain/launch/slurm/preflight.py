@@ -10,6 +10,8 @@ from typing import Any
 
 from hpctrain.launch.slurm.probe import MARK
 
+Reports = Sequence[dict[str, Any]]
+
 CLOCK_S = 5.0
 """Clocks of nodes that differ by more break the order of events and file times."""
 
@@ -50,7 +52,7 @@ def reports(lines: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
-def judge(found: Sequence[dict[str, Any]], expected: Expected, hosts: Sequence[str] = ()) -> list[Problem]:
+def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list[Problem]:
     """All problems, the fundamental ones first.
 
     Args:
@@ -71,154 +73,146 @@ def judge(found: Sequence[dict[str, Any]], expected: Expected, hosts: Sequence[s
     return sorted(problems, key=lambda problem: not problem.fatal)
 
 
-def _silent(first: Sequence[dict[str, Any]], expected: Expected, hosts: Sequence[str]) -> list[Problem]:
-    spoke = {report["host"].split(".")[0] for report in first}
-    silent = [host for host in hosts if host.split(".")[0] not in spoke]
+def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Problem]:
+    spoke = {_short(report["host"]) for report in first}
+    silent = [host for host in hosts if _short(host) not in spoke]
     if silent and first:
-        return [
-            Problem(
-                f"no rank on {host} answered",
-                "look at the launcher's messages above; exclude the host if it is broken",
-                host,
-            )
-            for host in silent
-        ]
+        fix = "look at the launcher's messages above; exclude the host if it is broken"
+        return [Problem(f"no rank on {host} answered", fix, host) for host in silent]
     if len(first) < expected.ranks:
-        return [
-            Problem(
-                f"{len(first)} of {expected.ranks} ranks answered",
-                "look at the launcher's messages above",
-                launcher=True,
-            )
-        ]
+        what = f"{len(first)} of {expected.ranks} ranks answered"
+        return [Problem(what, "look at the launcher's messages above", launcher=True)]
     return []
 
 
-def _folders(first: Sequence[dict[str, Any]]) -> list[Problem]:
+def _folders(first: Reports) -> list[Problem]:
     found = {}
     for report in first:
         host = report["host"]
-        if report["scratch_error"]:
-            found[host, "scratch"] = Problem(
-                f"scratch of {host} cannot be written: {report['scratch_error']}",
-                f"exclude the host (--exclude {host}), or name another folder in launch.slurm.scratch", host,
-            )  # fmt: skip
-        if report["run_dir_error"]:
-            found[host, "run"] = Problem(
-                f"the run folder cannot be written on {host}: {report['run_dir_error']}",
-                "put run_dir on a file system that all nodes share and may write", host,
-            )  # fmt: skip
+        if error := report["scratch_error"]:
+            what = f"scratch of {host} cannot be written: {error}"
+            fix = f"exclude the host (--exclude {host}), or name another folder in launch.slurm.scratch"
+            found[host, "scratch"] = Problem(what, fix, host)
+        if error := report["run_dir_error"]:
+            what = f"the run folder cannot be written on {host}: {error}"
+            found[host, "run"] = Problem(what, "put run_dir on a file system that all nodes share and may write", host)
     return list(found.values())
 
 
-def _devices(first: Sequence[dict[str, Any]], expected: Expected) -> list[Problem]:
+def _devices(first: Reports, expected: Expected) -> list[Problem]:
+    if not expected.gpus_per_node:
+        return []
     problems = []
     for host, ranks in _by_host(first).items():
         visible = {device for report in ranks for device in report["devices"]}
         # With --gpus-per-task each rank sees one device, which may be numbered 0 on each; UUIDs tell them apart.
         share = expected.gpus_per_node // max(1, len(ranks))
         private = all(name.isdigit() for name in visible) and all(len(report["devices"]) == share for report in ranks)
-        if expected.gpus_per_node and len(visible) < expected.gpus_per_node and not (private and visible):
-            problems.append(Problem(
-                f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs",
-                f"exclude the host (--exclude {host}); hpctrain doctor on it tells more", host,
-            ))  # fmt: skip
+        if len(visible) < expected.gpus_per_node and not (private and visible):
+            what = f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs"
+            problems.append(
+                Problem(what, f"exclude the host (--exclude {host}); hpctrain doctor on it tells more", host)
+            )
     return problems
 
 
-def _cores(first: Sequence[dict[str, Any]], expected: Expected) -> list[Problem]:
-    """Ranks that share too few cores: a launcher that bound them all to the same ones, often."""
+def _cores(first: Reports, expected: Expected) -> list[Problem]:
+    """Ranks that share a core: a launcher that bound them all to the same one, often."""
     problems = []
     for host, ranks in _by_host(first).items():
         cores = {core for report in ranks for core in report["cpus"]}
-        if len(cores) < min(len(ranks) * expected.cpus_per_rank, len(ranks)):
-            problems.append(Problem(
-                f"{len(ranks)} ranks on {host} share {len(cores)} cores",
-                "set launch.slurm.cpus_per_rank, or cpu_bind: none", host, fatal=False,
-            ))  # fmt: skip
+        if len(cores) < len(ranks) * max(1, expected.cpus_per_rank):
+            what = f"{len(ranks)} ranks on {host} share {len(cores)} cores"
+            fix = "set launch.slurm.cpus_per_rank to what the node has, or cpu_bind: none"
+            problems.append(Problem(what, fix, host, fatal=False))
     return problems
 
 
-def _mpi(first: Sequence[dict[str, Any]], joined: Sequence[dict[str, Any]], expected: Expected) -> list[Problem]:
+def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Problem]:
+    """The most fundamental thing that is wrong with MPI; what follows from it is not told."""
     for report in joined:
         if "mpi_error" in report:
-            return [
-                Problem(
-                    f"{report['host']}: {report['mpi_error']}",
-                    "install hpctrain[mpi] in the job's environment",
-                    report["host"],
-                )
-            ]
-    if not joined:
-        fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
-        return [Problem("MPI did not start on any rank", fix, launcher=True)] if first else []
+            what = f"{report['host']}: {report['mpi_error']}"
+            return [Problem(what, "install hpctrain[mpi] in the job's environment", report["host"])]
+    checks = (_not_started, _alone, _hanging, _wrong_sum, _same_place, _missing_nodes)
+    found = (check(first, joined, expected) for check in checks)
+    return next(([problem] for problem in found if problem is not None), [])
+
+
+def _not_started(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    if joined or not first:
+        return None
+    fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
+    return Problem("MPI did not start on any rank", fix, launcher=True)
+
+
+def _alone(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
     sizes = {report["size"] for report in joined}
+    if not joined or sizes == {expected.ranks}:
+        return None
     library = joined[0]["library"]
-    if sizes == {1} and expected.ranks > 1:
-        return [Problem(
-            f"{len(joined)} ranks of {library} each believe to be alone: srun's MPI type does not match the library",
-            "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun", launcher=True,
-        )]  # fmt: skip
-    if sizes != {expected.ranks}:
-        return [
-            Problem(
-                f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}",
-                "try launch.launcher: mpirun",
-                launcher=True,
-            )
-        ]
-    if len(joined) < expected.ranks:
-        late = sorted({report["host"] for report in first} - {report["host"] for report in joined})
-        where = f" on {', '.join(late)}" if late else ""
-        return [Problem(f"an allreduce over {expected.ranks} ranks ended on {len(joined)} only: ranks hang{where}",
-                        "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)", late[0] if late else None, launcher=True)]  # fmt: skip
-    wrong = [report for report in joined if report["sum"] != expected.ranks * (expected.ranks - 1) // 2]
-    if wrong:
-        return [
-            Problem(
-                f"an allreduce over all ranks gave a wrong sum on {wrong[0]['host']}",
-                "exclude the host",
-                wrong[0]["host"],
-            )
-        ]
+    if sizes == {1}:
+        what = f"{len(joined)} ranks of {library} each believe to be alone: srun's MPI type does not match the library"
+        fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"
+        return Problem(what, fix, launcher=True)
+    what = f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}"
+    return Problem(what, "try launch.launcher: mpirun", launcher=True)
+
+
+def _hanging(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    if not joined or len(joined) == expected.ranks:
+        return None
+    late = sorted({report["host"] for report in first} - {report["host"] for report in joined})
+    where = f": ranks hang on {', '.join(late)}" if late else ""
+    what = f"an allreduce over {expected.ranks} ranks ended on {len(joined)} only{where}"
+    fix = "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)"
+    return Problem(what, fix, late[0] if late else None, launcher=True)
+
+
+def _wrong_sum(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    right = expected.ranks * (expected.ranks - 1) // 2
+    host = next((report["host"] for report in joined if report["sum"] != right), None)
+    return (
+        Problem(f"an allreduce over all ranks gave a wrong sum on {host}", "exclude the host", host) if host else None
+    )
+
+
+def _same_place(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
     places = defaultdict(list)
     for report in joined:
         places[report["host"], report["local_rank"]].append(report["rank"])
     for (host, local_rank), ranks in places.items():
         if len(ranks) > 1:
-            return [Problem(f"ranks {ranks} on {host} all have local rank {local_rank}: MPI takes one node for several",
-                            "check that containers share the host's name and /dev/shm", host)]  # fmt: skip
-    hosts = {report["host"] for report in joined}
-    if len(hosts) != expected.nodes:
-        return [
-            Problem(
-                f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(sorted(hosts))})",
-                "check launch.slurm.srun_options",
-                launcher=True,
-            )
-        ]
-    return []
+            what = f"ranks {ranks} on {host} all have local rank {local_rank}: MPI takes one node for several"
+            return Problem(what, "check that containers share the host's name and /dev/shm", host)
+    return None
 
 
-def _clocks(joined: Sequence[dict[str, Any]]) -> list[Problem]:
+def _missing_nodes(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    hosts = sorted({report["host"] for report in joined})
+    if not hosts or len(hosts) == expected.nodes:
+        return None
+    what = f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(hosts)})"
+    return Problem(what, "check launch.slurm.srun_options", launcher=True)
+
+
+def _clocks(joined: Reports) -> list[Problem]:
     """Clocks read right after a barrier; the median is taken for right."""
     times = sorted(report["after"] for report in joined if "after" in report)
     if not times:
         return []
-    middle = times[len(times) // 2]
-    off = {
-        report["host"]: report["after"] - middle
-        for report in joined
-        if abs(report.get("after", middle) - middle) > CLOCK_S
-    }
-    return [
-        Problem(f"the clock of {host} is {seconds:+.0f} s off", "have the site synchronize it", host, fatal=False)
-        for host, seconds in off.items()
-    ]
+    right = times[len(times) // 2]
+    off = {report["host"]: report["after"] - right for report in joined if abs(report["after"] - right) > CLOCK_S}
+    fix = "have the site synchronize it"
+    return [Problem(f"the clock of {host} is {by:+.0f} s off", fix, host, fatal=False) for host, by in off.items()]
 
 
-def _by_host(first: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_host(first: Reports) -> dict[str, list[dict[str, Any]]]:
     found = defaultdict(list)
     for report in first:
         found[report["host"]].append(report)
     return dict(found)
+
+
+def _short(host: str) -> str:
+    return host.split(".")[0]

@@ -91,7 +91,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def pack(prefix: Path, archive: Path) -> None:
-    """One file of a Python environment, made once: nodes then read one large file, not a hundred thousand small ones."""
+    """One file of a Python environment, made once: nodes then read one large file, not very many small ones."""
     if archive.exists() and archive.stat().st_mtime > (prefix / "pyvenv.cfg").stat().st_mtime:
         return
     temporary = archive.with_suffix(f".{os.getpid()}")
@@ -142,10 +142,8 @@ def _check_room(folder: Path, wanted: int) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if wanted > free:
-        raise UserError(
-            f"scratch {existing} on {socket.gethostname()} has {free / 1e9:.1f} GB free, {wanted / 1e9:.1f} GB are needed",
-            "stage less, or name another folder in launch.slurm.scratch",
-        )
+        what = f"{wanted / 1e9:.1f} GB are to be staged, {existing} on {socket.gethostname()} has {free / 1e9:.1f} GB free"
+        raise UserError(what, "stage less, or name another folder in launch.slurm.scratch")
 
 
 def _stamp(source: Path) -> list[int]:

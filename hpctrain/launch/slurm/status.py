@@ -1,4 +1,4 @@
-"""Where a run stands: what Slurm says of its jobs beside what the run folder knows. Neither is guessed from the other."""
+"""Where a run stands: what Slurm says of its jobs, and what the run folder knows. Neither is guessed from the other."""
 
 from __future__ import annotations
 

@@ -69,6 +69,20 @@ def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir
     return config, RunDir(path.absolute()) if path.is_dir() and not config.run_dir else RunDir.for_config(config)
 
 
+def folder(target: str) -> RunDir:
+    """The run folder behind a run file or a run folder; for looking on, its run file need not be valid."""
+    return RunDir(Path(target).absolute()) if Path(target).is_dir() else open_run(target)[1]
+
+
+def runs(target: str) -> list[RunDir]:
+    """The run, or the elements of an array."""
+    run = folder(target)
+    if not run.path.is_dir():
+        raise UserError(f"there is no run folder {run.path}", "submit the run first, or give its folder")
+    elements = [path.parent for path in run.path.glob("*/run.yaml") if path.parent.name.isdigit()]
+    return [RunDir(path) for path in sorted(elements, key=lambda path: int(path.name))] or [run]
+
+
 def plan(
     config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1
 ) -> Plan:

@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from hpctrain import facts
 from hpctrain.config import Config
 from hpctrain.config_file import dump, load
-from hpctrain.errors import ExitCode, HpctrainError, UserError
+from hpctrain.errors import HpctrainError, NoRequeue, UserError
 from hpctrain.launch import live_lock
 from hpctrain.launch.local import plain_command, rank_environment
-from hpctrain.launch.slurm import client, in_job
+from hpctrain.launch.slurm import client, in_job, requeue
 from hpctrain.launch.slurm.directives import ranks_per_node
 from hpctrain.launch.slurm.job import Job, current
 from hpctrain.launch.slurm.submission import ALIVE, Submitted, record, settle, submissions
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import Action, Verdict
-from hpctrain.monitor.exclude import excluded
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
 
 LEAVE_S = 60.0
@@ -76,7 +75,7 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     except HpctrainError as error:
         verdict = Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause="preflight")
         run_dir.end_attempt(number, verdict=verdict.to_json())
-        in_job.end_chain(run_dir, job)
+        requeue.end_chain(run_dir, job)
         raise
     if config.task:
         staged = [f"--task_args={json.dumps(prepared.task_args)}"] if prepared.task_args != config.task_args else []
@@ -102,25 +101,24 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
 def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
     """Requeues where the verdict says so and the site allows it; the exit code of the job."""
     if verdict.action is not Action.REQUEUE:
-        in_job.end_chain(run_dir, job)
+        requeue.end_chain(run_dir, job)
         return verdict.exit_code
     try:
-        in_job.requeue(config, run_dir, job, hosts_to_leave_out(config, run_dir))
+        restarts = requeue.requeue(config, run_dir, job)
+    except NoRequeue as error:
+        final = Verdict(Action.DO_NOT_REQUEUE, error.exit_code, f"{verdict.reason}; {error.what}", error.fix)
+        run_dir.end_attempt(run_dir.attempts()[-1]["attempt"], verdict=final.to_json())
+        say(str(error))
+        requeue.end_chain(run_dir, job)
+        return final.exit_code
     except HpctrainError as error:
         say(f"not requeued: {error}")
-        run_dir.update(not_requeued=error.what)
-        return error.exit_code if error.exit_code == ExitCode.DO_NOT_REQUEUE else verdict.exit_code
-    say("requeued")
-    # Slurm ends this process now. Leaving before would have the job counted as ended.
-    time.sleep(LEAVE_S)
+        return verdict.exit_code
+    say("requeued" if restarts else "submitted again, without the hosts that the monitor excludes")
+    if restarts:
+        # Slurm ends this process now. Leaving before would have the job counted as ended.
+        time.sleep(LEAVE_S)
     return verdict.exit_code
-
-
-def hosts_to_leave_out(config: Config, run_dir: RunDir) -> list[str]:
-    """Hosts whose slowness the monitor confirmed as their own, where the run file wants them left out."""
-    if config.monitor.action != "exclude_on_requeue":
-        return []
-    return [entry.host for entry in excluded(run_dir.monitor, time.time())]
 
 
 def forget_dead_holder(run_dir: RunDir) -> None:

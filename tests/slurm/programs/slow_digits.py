@@ -21,7 +21,7 @@ class Slow(torch.nn.Module):
         super().__init__()
         self.network = network
         self.sleep_s = sleep_s
-        self.fault = fault if int(os.environ.get("PMIX_RANK", -1)) == rank else ""
+        self.fault = fault if int(os.environ.get("PMIX_RANK", "-1")) == rank else ""
         self.at = at
         self.passes = 0
 
@@ -74,7 +74,7 @@ FAULTS = {"exit": exit_early, "hang": hang, "kill": kill, "eat": eat, "fail": fa
 
 def task(data: str, sleep_s: float = 0.0, fault: str = "", rank: int = 1, at: int = 20, once: str = "") -> TorchTask:
     """``fault`` happens on ``rank`` in its forward pass number ``at``; only once where ``once`` names a file."""
-    if fault and once and int(os.environ.get("PMIX_RANK", -1)) == rank:
+    if fault and once and int(os.environ.get("PMIX_RANK", "-1")) == rank:
         if Path(once).exists():
             fault = ""
         Path(once).touch()

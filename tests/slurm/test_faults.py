@@ -1,0 +1,155 @@
+"""What breaks in a job, and what the run makes of it: named, within seconds, nothing lost, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.run import Run
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A memory control group with little room (version 1)."""
+    folder = Path("/sys/fs/cgroup/memory") / f"hpctrain-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(600 * 2**20))
+    except OSError as error:
+        pytest.skip(f"memory control groups cannot be made here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def first_verdict(run: Run) -> dict[str, object]:
+    """How the first attempt ended."""
+    return dict(run.dir.attempts()[0]["verdict"])
+
+
+def test_an_error_that_comes_back_ends_the_run(train: Callable[..., Run]) -> None:
+    run = train(fault="fail", rank=2, at=3, launch={"max_failures": 2}, checkpoint={"interval": "none"})
+    job = run.submit()
+    run.wait(job, "FAILED", timeout=90)
+    assert run.verdicts() == ["requeue", "do_not_requeue"]
+    last = run.dir.attempts()[-1]["verdict"]
+    assert (last["exit_code"], last["rank"], last["host"]) == (76, 2, "n2")
+    assert "the loss went through the roof" in last["reason"]
+    assert "the loss went through the roof" in run.hpctrain("logs", run.folder, "--first-error").stdout
+    assert "attempts in a row failed" in run.status()["progress"]["ended"]
+
+
+def test_requeues_have_a_cap(train: Callable[..., Run]) -> None:
+    run = train(0.05, fault="kill", rank=1, at=12, slurm={"max_requeues": 1}, launch={"max_failures": 9})
+    job = run.submit()
+    run.wait(job, "FAILED", timeout=90)
+    assert run.verdicts() == ["requeue", "do_not_requeue"]
+    assert "max_requeues 1 is used up" in run.dir.attempts()[-1]["verdict"]["reason"]
+
+
+def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
+    run = train(0.02, fault="exit", rank=1, launch={"max_failures": 1})
+    job = run.submit()
+    run.wait(job, "FAILED", timeout=90)
+    verdict = first_verdict(run)
+    assert verdict["rank"] == 1 and verdict["host"] == "n1", verdict
+
+
+def test_a_hanging_rank_ends_the_attempt(train: Callable[..., Run]) -> None:
+    run = train(0.02, fault="hang", rank=3, launch={"max_failures": 1}, monitor={"hang_s": 5})
+    job = run.submit()
+    run.wait(job, "FAILED", timeout=90)
+    hang = run.events("hang")[0]
+    assert [rank["rank"] for rank in hang["ranks"]] == [3], hang
+
+
+def test_a_step_whose_daemon_dies_ends_the_attempt(train: Callable[..., Run], undisturbed: str) -> None:
+    run = train(0.1)
+    job = run.submit()
+    run.wait_for(lambda: run.events("checkpoint_saved"))
+    init = run.cluster.init("n2")
+    daemons = [pid for pid, command in run.cluster.processes(f"[{job}.").items() if command.startswith("slurmstepd")]
+    for pid in daemons:
+        if int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == init:
+            os.kill(pid, signal.SIGKILL)
+    run.wait(job, "PENDING", timeout=60)
+    run.wait(job, "COMPLETED", timeout=90)
+    assert first_verdict(run)["action"] == "requeue"
+    assert run.weights() == undisturbed
+
+
+def test_a_node_that_loses_its_power(train: Callable[..., Run], undisturbed: str, cluster: Cluster) -> None:
+    run = train(0.1)
+    job = run.submit()
+    run.wait_for(lambda: run.events("checkpoint_saved"))
+    cluster.kill_node("n2")
+    run.wait(job, "PENDING", timeout=60)
+    cluster.start_node("n2")
+    run.wait(job, "COMPLETED", timeout=90)
+    assert run.weights() == undisturbed
+
+
+def test_the_wrong_mpi_type_is_caught_before_the_ranks_start(train: Callable[..., Run]) -> None:
+    run = train(launch={"launcher": "srun"}, slurm={"mpi": "none"})
+    job = run.submit()
+    run.wait(job, "FAILED", timeout=40)
+    verdict = first_verdict(run)
+    assert verdict["exit_code"] == 64
+    assert "each believe to be alone" in str(verdict["reason"]) and "launch.slurm.mpi: pmix" in str(verdict["fix"])
+    assert not run.events("run_started")
+
+
+def test_another_launcher_takes_over_where_srun_does_not_fit(train: Callable[..., Run]) -> None:
+    run = train(slurm={"mpi": "none"})
+    job = run.submit()
+    run.wait(job, "COMPLETED", timeout=60)
+    assert "4 ranks on n[1-2] with mpirun" in run.log()
+
+
+def test_a_read_only_scratch_is_named(train: Callable[..., Run], cluster: Cluster) -> None:
+    scratch = cluster.folder / "scratch"
+    cluster.in_node("n2", "mount", "-o", "remount,ro", scratch)
+    try:
+        run = train(slurm={"scratch": str(scratch)})
+        job = run.submit()
+        run.wait(job, "FAILED", timeout=40)
+    finally:
+        cluster.in_node("n2", "mount", "-o", "remount,rw", scratch)
+    verdict = first_verdict(run)
+    assert "scratch of n2 cannot be written" in str(verdict["reason"]) and "Read-only" in str(verdict["reason"])
+    assert "--exclude n2" in str(verdict["fix"])
+
+
+def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_memory: Path) -> None:
+    run = train(0.02, fault="eat", rank=1, launch={"max_failures": 1, "env": {"TEST_CGROUP": str(small_memory)}})
+    job = run.submit()
+    run.wait(job, "FAILED", timeout=90)
+    verdict = first_verdict(run)
+    assert (verdict["cause"], verdict["rank"]) == ("out_of_memory", 1), f"{verdict}\n{run.log()}"
+
+
+def test_a_purged_job_is_unknown_and_the_folder_is_believed(train: Callable[..., Run]) -> None:
+    run = train()
+    run.wait(run.submit(), "COMPLETED")
+    (run.folder / "jobs.jsonl").write_text('{"job": "999999", "time": 0, "cwd": "/", "chain": 0}\n')
+    status = run.status()
+    assert status["state"] == "UNKNOWN"
+    assert status["progress"]["ended"].startswith("done after step")
+
+
+def test_without_slurm_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text('name: r\nlaunch: {command: ["true"]}\n')
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    bare = {
+        "PATH": str(Path(cluster.environment["PATH"].split(":")[0])),
+        "PYTHONPATH": cluster.environment["PYTHONPATH"],
+    }
+    for command in ("submit", "status", "cancel"):
+        done = cluster.run("hpctrain", command, "run.yaml", check=False, env=bare, cwd=tmp_path)
+        assert done.returncode == 64
+        assert done.stderr.startswith("hpctrain: Slurm's ") and "not on PATH" in done.stderr, done.stderr
+    assert cluster.run("hpctrain", "render", "run.yaml", env=bare, cwd=tmp_path).stdout.startswith("#!/bin/bash\n")
