@@ -7,6 +7,7 @@ import importlib
 
 BENCHMARKS = {
     "step": "one training step: our reducers beside no exchange, DDP, plain Horovod and MultiWorkerMirroredStrategy",
+    "reduce": "the exchange of gradients alone, by size and reducer",
     "data": "samples per second, and whether prefetch hides the reading",
     "checkpoint": "stall, write and read of a checkpoint beside raw writes, torch.save and DCP",
     "straggler": "recall, precision and latency of the monitor on replayed slow-downs",
