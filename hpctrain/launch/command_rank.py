@@ -38,9 +38,11 @@ def main() -> int:
     file = WordFile.of(run_dir, attempt, word)
     file.begin(word)
     redirect(run_dir.log("x" if word.rank is None else word.rank, attempt), keep_stdout=word.rank == 0)
+    # The program may be one of ours with a run folder of its own.
+    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR}
     try:
         # There is one thread here, so a preexec_fn is safe.
-        child = subprocess.Popen(sys.argv[1:], preexec_fn=processes.die_with_parent)  # noqa: PLW1509
+        child = subprocess.Popen(sys.argv[1:], env=environment, preexec_fn=processes.die_with_parent)  # noqa: PLW1509
     except OSError as error:
         what = f"cannot run {sys.argv[1]}: {error.strerror}"
         why = ErrorWord(what, "correct launch.command", type(error).__name__, "")

@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 @pytest.fixture
 def new_run(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """``new_run(**keys)`` writes a run file; when the test ends its jobs are cancelled and no process of its is left."""
+    """``new_run(**keys)`` writes a run file; at its end the test leaves no job and no process."""
     made: list[Run] = []
 
     def make(**keys: object) -> Run:

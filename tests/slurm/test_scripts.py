@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -85,7 +86,6 @@ def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[...,
 
 def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: Path, tmp_path: Path) -> None:
     """The example script, with run files for the digits."""
-    np = pytest.importorskip("numpy")
     np.savez(tmp_path / "raw.npz", image=np.zeros((64, 8, 8), np.float32), label=np.zeros(64, np.int64))
     one = {"nodes": 1, "ranks_per_node": 1, "slurm": {"profile": "local-test", "signal_s": 20}}
     runs, folder = tmp_path / "pipe", tmp_path / "files"
@@ -95,9 +95,9 @@ def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: 
         "task_args": {"data": str(digits)}, "train": {"steps": 8, "global_batch": 64}, "reduce": {"kind": "none"},
     }  # fmt: skip
     commands = {
-        "pack": ["hpctrain", "data", "pack", tmp_path / "raw.npz", tmp_path / "packed.h5"],
+        "pack": ["hpctrain", "data", "pack", "-o", tmp_path / "packed.h5", tmp_path / "raw.npz"],
         "evaluate": ["hpctrain", "evaluate", runs / "train" / "run.yaml", "--json"],
-        "export": ["hpctrain", "ckpt", "export", runs / "train", tmp_path / "weights.safetensors"],
+        "export": ["hpctrain", "ckpt", "export", "-o", tmp_path / "weights.safetensors", runs / "train"],
     }
     (folder / "train.yaml").write_text(yaml.safe_dump(train))
     for name, words in commands.items():
