@@ -1,0 +1,41 @@
+"""Phases on a GPU: queued work counts where the device does it, and marking never waits for the device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpctrain.monitor.clock import RingClock
+from hpctrain.train.clock import Phase
+
+pytestmark = pytest.mark.gpu
+CYCLES_PER_MS = 1_500_000
+
+
+def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
+    torch = pytest.importorskip("torch")
+    from hpctrain.monitor.torch_clock import follow_cuda
+
+    clock = RingClock()
+    follow_cuda(clock)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(5):
+        torch.cuda._sleep(2 * CYCLES_PER_MS)
+        clock.mark(Phase.FORWARD)
+        torch.cuda._sleep(8 * CYCLES_PER_MS)
+        clock.mark(Phase.BACKWARD)
+        clock.end_step(32)
+    queued = time.perf_counter() - began
+    torch.cuda.synchronize()
+    worked = time.perf_counter() - began
+    assert queued < 0.5 * worked
+    clock.mark(Phase.DATA)
+    torch.cuda.synchronize()
+    clock.end_step(32)
+    torch.cuda.synchronize()
+    clock.end_step(32)
+    assert clock.published >= 5
+    assert clock.totals[Phase.BACKWARD] == pytest.approx(4 * clock.totals[Phase.FORWARD], rel=0.1)
+    assert clock.totals[Phase.FORWARD] + clock.totals[Phase.BACKWARD] == pytest.approx(worked, rel=0.2)
