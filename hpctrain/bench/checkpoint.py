@@ -29,11 +29,14 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import ExitCode
 
 Arrays = Mapping[str, NDArray[np.float32]]
-STATES = {"160 tensors, 400 MB": (160, (640, 1024)), "5000 tensors, 80 MB": (5000, (64, 64))}
+COUNTS = (160, 5000)
+"""Tensors that the state is made of: a few large ones, and many small ones."""
+COLUMNS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
+    parser.add_argument("--mb", type=int, default=400, help="size of the state in MB (default 400)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds in which all contenders take turns (default 9)")
     parser.add_argument("--saves", type=int, default=50, help="saves over which memory is watched (default 50)")
     parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk in question (default: here)")
@@ -44,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints."""
     rows = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="bench-checkpoint-") as folder:
-        for label, (count, shape) in STATES.items():
-            arrays = make_state(count, shape)
+        for count in COUNTS:
+            arrays = make_state(count, args.mb)
+            label = f"{count} tensors, {args.mb} MB"
             rows += [{"state": label, **row} for row in measure(arrays, Path(folder), args.rounds)]
             rows.append({"state": label, "what": "memory", **memory_growth(arrays, Path(folder), args.saves)})
     if args.json:
@@ -55,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def make_state(count: int, shape: tuple[int, ...]) -> Arrays:
-    """Random float32 tensors."""
+def make_state(count: int, megabytes: int) -> Arrays:
+    """Random float32 tensors of equal shape."""
     rng = np.random.default_rng(0)
+    shape = (max(1, megabytes * 1_000_000 // (4 * COLUMNS * count)), COLUMNS)
     return {f"model/layer{index}/kernel": rng.random(shape, dtype=np.float32) for index in range(count)}
 
 
@@ -65,7 +70,7 @@ def measure(arrays: Arrays, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Median seconds of each contender and the median over the rounds of the ratios that matter."""
     buffers = {name: np.zeros_like(array) for name, array in arrays.items()}
     block = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays.values()])
-    store = CheckpointStore(folder / "store", keep=Retention(last=1))
+    store = CheckpointStore(folder / "store")
     saver = open_saver(store)
     tensors = array_tensors(arrays, {})
     saver.prepare(tensors)
@@ -90,7 +95,8 @@ def measure(arrays: Arrays, folder: Path, rounds: int) -> list[dict[str, Any]]:
             remove(folder / "torch")
         take("read: raw + checksum", lambda: read_raw(folder / "raw"))
         take("read: hpctrain", store.load)
-        remove(folder / "raw")
+        for path in (folder / "raw", store.path):
+            remove(path)
     saver.close()
     for seconds in times.values():
         del seconds[0]  # the first round warms up
