@@ -326,7 +326,8 @@ def record(run_dir: RunDir, number: int, verdict: Verdict, words: Sequence[LastW
         merge(run_dir, number, words, verdict.to_json())
         run_dir.end_attempt(number, verdict=verdict.to_json(), hosts=sorted({word.host for word in words}))
     except HpctrainError as error:
-        say(str(error))
+        if verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED):  # else the verdict is what the user must read
+            say(str(error))
 
 
 def report(verdict: Verdict, run_dir: RunDir) -> None:
