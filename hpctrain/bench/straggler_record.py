@@ -35,7 +35,7 @@ def main() -> None:
     """Records and saves ``rank-<r>.npy``: [STEPS, phases] seconds as the clock saw them, waiting included."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     world = connect()
-    layout = Layout(ranks=1, rows=steps + WARM_UP)
+    layout = Layout(ranks=1, rows=steps + WARM_UP + 1)  # a reader leaves the oldest row of a full ring alone
     handle, path = shared.create(layout)
     Path(path).unlink()
     clock = RingClock(Slot(shared.map_memory(handle, layout), layout, 0))
@@ -53,7 +53,7 @@ def main() -> None:
             multiply(matrix, int(SECONDS[phase] * products))
             clock.mark(phase)
         clock.end_step(1.0)
-    rows = Reader.of(handle, layout).totals(0, layout.rows)
+    rows = Reader.of(handle, layout).totals(0, steps + WARM_UP)
     assert rows is not None
     np.save(folder / f"rank-{world.rank}.npy", np.diff(rows[0, :, :WORK], axis=0)[WARM_UP - 1 :])
 

@@ -100,7 +100,6 @@ class Chief:
         self.next_live = 0.0
         self.first_beat: float | None = None
         self.said_who_is_missing = False
-        self.seconds_judging = 0.0
 
     def receive(self, message: Message, now: float) -> list[Command]:
         """Takes in one report."""
@@ -166,9 +165,7 @@ class Chief:
 
     def decide(self, now: window.Window) -> None:
         """Judges one window and tells what it changed."""
-        began = time.perf_counter()
         verdicts = self.judge.judge(now)
-        self.seconds_judging += time.perf_counter() - began
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
         self.suspects.clear()
