@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from operator import is_
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ SPARE_BYTES = 16 << 20
 """Free space that a checkpoint must leave."""
 WRITE_TIMEOUT_S = 24 * 3600.0
 """Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
+LAYOUT = attrgetter("name", "shape", "dtype", "placement")
+"""What decides where a tensor goes."""
 
 
 class Stage(Enum):
@@ -110,7 +112,6 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
         self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
-        self.tensors: list[StateTensor] = []
         self.sources: list[int] = []
         self.total_bytes = 0
         self.image: ShardImage | None = None
@@ -125,10 +126,7 @@ class Saver:
 
     def prepare(self, tensors: Sequence[StateTensor]) -> ShardImage:
         """Lays out this rank's shard and allocates staging; ``begin`` does so by itself when tensors are new to it."""
-        if self.image is not None and len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
-            return self.image
-        self.tensors = list(tensors)
-        layout = [(tensor.name, tensor.shape, tensor.dtype, tensor.placement) for tensor in tensors]
+        layout = list(map(LAYOUT, tensors))
         if self.image is None or layout != self.layout:
             self.image = None  # frees the old staging before the new is taken
             pieces, self.total_bytes = self._plan(tensors)

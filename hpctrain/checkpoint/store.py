@@ -126,7 +126,7 @@ class CheckpointStore:
             UserError: there is none.
             DamagedCheckpoint: none is sound; says why for each.
         """
-        steps = self.group.broadcast(self.steps(), "list the checkpoints")
+        steps = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if step is not None and step not in steps:
             raise UserError(f"{self.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
         if not steps:

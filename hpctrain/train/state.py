@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,7 +99,7 @@ class ArrayTensor:
         """Of the array."""
         return self.array.shape
 
-    @property
+    @cached_property  # NumPy looks names up anew each time
     def dtype(self) -> str:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name
