@@ -149,13 +149,14 @@ def test_gpus_that_do_not_divide_are_refused() -> None:
 
 def test_every_field_is_used_or_known_to_be_for_other_parts() -> None:
     others = {
-        "profile", "gpu_request", "cpu_bind", "mpi", "srun_options", "mpirun_options", "wrap", "scratch", "max_requeues",
-        "signal_s", "skip", "replace", "time_min", "gpu_type",
+        "profile", "gpu_request", "cpu_bind", "mpi", "srun_options", "mpirun_options", "wrap", "scratch",
+        "max_requeues", "signal_s", "skip", "replace", "time_min", "gpu_type",
     }  # fmt: skip
     values = {
         "account": "v1", "partition": "v2", "qos": "v3", "constraint": "v4", "reservation": "v5", "licenses": "v6",
         "mail_user": "v7@x", "mail_type": "END", "comment": "v9", "begin": "now+9", "time": "77", "memory": "13G",
-        "exclusive": True, "gpus_per_node": 11, "cpus_per_rank": 12, "exclude": ("v14",), "requeue": False, "extra": ("--nice=15",),
+        "exclusive": True, "gpus_per_node": 11, "cpus_per_rank": 12, "exclude": ("v14",), "requeue": False,
+        "extra": ("--nice=15",),
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(SlurmConfig)} == others | values.keys()
     text = "\n".join(names(**values))

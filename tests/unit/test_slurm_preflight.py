@@ -25,8 +25,8 @@ def healthy() -> Reports:
         for rank, node in enumerate((1, 1, 2, 2))
     ]  # fmt: skip
     joined = [
-        {"stage": "mpi", "host": f"n{node}", "pid": rank, "rank": rank, "size": 4, "local_rank": rank % 2, "local_size": 2,
-         "sum": 6, "after": 100.0, "library": "Open MPI v5"}
+        {"stage": "mpi", "host": f"n{node}", "pid": rank, "rank": rank, "size": 4, "local_rank": rank % 2,
+         "local_size": 2, "sum": 6, "after": 100.0, "library": "Open MPI v5"}
         for rank, node in enumerate((1, 1, 2, 2))
     ]  # fmt: skip
     return [*first, *joined]

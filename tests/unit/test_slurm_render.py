@@ -20,8 +20,10 @@ from hpctrain.launch.slurm import profile, render, submission
 
 EXAMPLES = Path(__file__).parents[2] / "slurm" / "examples"
 HOSTILE = [
-    "two words", "it's", 'say "hi"', "$(touch owned)", "`touch owned`", "back\\slash", "semi;touch owned", "&& touch owned",
-    "| touch owned", "> owned", "# hash", "ünïcödé ☃", "--option", "-n", "*", "~", "{a,b}", "!!", "$HOME", "${x:-y}", "%j",
+    "two words", "it's", 'say "hi"', "$(touch owned)", "`touch owned`", "back\\slash", "semi;touch owned",
+    "&& touch owned",
+    "| touch owned", "> owned", "# hash", "ünïcödé ☃", "--option", "-n", "*", "~", "{a,b}", "!!", "$HOME",
+    "${x:-y}", "%j",
     "'; touch owned; '", '"; touch owned; "', "a=b", "\\", "'", '"', "{{ 7 * 7 }}", "{% raw %}", "(", "&", "",
 ]  # fmt: skip
 SPY = """\

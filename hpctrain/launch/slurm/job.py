@@ -20,8 +20,6 @@ class Job:
     """Times that Slurm requeued the job."""
     nodelist: str
     """Slurm's compact notation: n[1-2]."""
-    ends_at: float | None
-    """Unix time of the time limit, where Slurm tells it (23.02 and later)."""
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Job | None:
@@ -31,14 +29,12 @@ def current(environ: Mapping[str, str] = os.environ) -> Job | None:
         return None
     array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    ends_at = environ.get("SLURM_JOB_END_TIME")
     return Job(
         id=f"{array}_{element}" if array and element else number,
         nodes=nodes,
         ranks=tasks(environ, nodes),
         restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
         nodelist=environ["SLURM_JOB_NODELIST"],
-        ends_at=float(ends_at) if ends_at else None,
     )
 
 

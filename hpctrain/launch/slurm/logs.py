@@ -39,7 +39,7 @@ def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> li
     if attempt is None:
         attempt = max((log.attempt for log in found), default=0)
     found = [log for log in found if log.attempt in (attempt, 0)]
-    return sorted(found, key=lambda log: (log.attempt, not log.rank.isdigit(), log.rank.zfill(9)))
+    return sorted(found, key=lambda log: (log.attempt, not log.rank.isdigit(), log.rank.zfill(9), log.path))
 
 
 def first_error(logs: Sequence[Log], words: dict[str, object] | None = None) -> tuple[Log, str] | None:

@@ -140,9 +140,9 @@ def _copy(source: Path, copy: Path) -> None:
 
 def _check_room(folder: Path, wanted: int) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free, host = shutil.disk_usage(existing).free, socket.gethostname()
     if wanted > free:
-        what = f"{wanted / 1e9:.1f} GB are to be staged, {existing} on {socket.gethostname()} has {free / 1e9:.1f} GB free"
+        what = f"{wanted / 1e9:.1f} GB are to be staged, {existing} on {host} has {free / 1e9:.1f} GB free"
         raise UserError(what, "stage less, or name another folder in launch.slurm.scratch")
 
 

@@ -1,0 +1,136 @@
+"""Status, submissions and logs: what is known, and what is not guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import UserError
+from hpctrain.launch.slurm import client, logs, requeue, status, submission
+from hpctrain.run_dir import RunDir
+
+
+def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, Any]:
+    """An event of attempt 1."""
+    return {"event": name, "step": step, "time": time, "attempt": 1, **fields}
+
+
+TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, seconds={"forward": 1.0, "backward": 4.0})
+STARTED = event("run_started", 0, 0.0, total_steps=100)
+
+
+def test_progress_from_events() -> None:
+    made = status.progress([STARTED, TRAIN], {"attempts": [{"attempt": 1}]}, 24, None, 107.0)
+    assert (made.attempt, made.step, made.steps, made.checkpoint, made.silent_s) == (1, 30, 100, 24, 7.0)
+    assert made.left_s == pytest.approx(35.0), "70 steps at 2 steps a second"
+    assert made.ended is None
+
+
+def test_an_empty_folder_is_no_error() -> None:
+    made = status.progress([], {}, None, None, 0.0)
+    assert (made.attempt, made.step, made.left_s) == (None, None, None)
+    assert status.lines([status.RunStatus("r", None, "not submitted", "", "", "", "", made)])[1] == "  not submitted"
+
+
+def test_the_end_is_in_the_verdicts_words() -> None:
+    info = {"attempts": [{"attempt": 2, "ended": 5.0, "verdict": {"reason": "rank 3 on n2 was killed"}}]}
+    made = status.progress([TRAIN], info, None, None, 0.0)
+    assert made.ended == "rank 3 on n2 was killed"
+    text = "\n".join(status.lines([status.RunStatus("r", "7", "FAILED", "", "n1", "", "", made)]))
+    assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
+
+
+def test_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    submission.record(run, submission.Submitted("12", 0.0, "/"))
+    monkeypatch.setattr(client, "queue", lambda ids: [])
+    monkeypatch.setattr(client, "accounted", lambda ids: [])
+    made = status.of_run(run)
+    assert (made.state, made.job) == ("UNKNOWN", "12")
+
+
+def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        client.parse_queue(f"{job}|{job}|N/A|{state}|None|1|2|3|n1|now")
+        for job, state in (("1", "RUNNING"), ("2", "CANCELLED"))
+    ]
+    monkeypatch.setattr(client, "queue", lambda ids: entries)
+    found = status.newest(["1", "2"])
+    assert found is not None and found.id == "1"
+
+
+def test_lines_of_squeue() -> None:
+    entry = client.parse_queue("15|12|3|PENDING|Resources|0:00|1:00|1:00||N/A\n")
+    assert (entry.id, entry.state, entry.reason) == ("12_3", "PENDING", "Resources")
+    assert client.parse_queue("15|15|N/A|RUNNING|None|0:10|0:50|1:00|n[1-2]|x").id == "15"
+
+
+def test_requeues_are_counted_since_somebody_acted() -> None:
+    def attempts(*actions: str | None) -> list[dict[str, Any]]:
+        return [{"verdict": {"action": action}} if action else {} for action in actions]
+
+    assert requeue.count(attempts()) == 0
+    assert requeue.count(attempts("requeue", None, "requeue")) == 3
+    assert requeue.count(attempts("requeue", "stop", "requeue")) == 1
+    assert requeue.count(attempts("requeue", "do_not_requeue")) == 0
+
+
+def test_sweeps(tmp_path: Path) -> None:
+    assert submission.sweep(["seed=0,1", "lr=a,b"]) == [
+        ["--seed=0", "--lr=a"], ["--seed=0", "--lr=b"], ["--seed=1", "--lr=a"], ["--seed=1", "--lr=b"],
+    ]  # fmt: skip
+    (tmp_path / "sweep").write_text("# two\n--seed 1 --name 'a b'\n\n--seed 2  # the second\n")
+    assert submission.sweep([str(tmp_path / "sweep")]) == [["--seed", "1", "--name", "a b"], ["--seed", "2"]]
+    with pytest.raises(UserError, match="No such file"):
+        submission.sweep(["nothing"])
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(UserError, match="no elements"):
+        submission.sweep([str(tmp_path / "empty")])
+
+
+def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    for name in (
+        "7-1-0.out",
+        "7-1-10.out",
+        "7-1-2.out",
+        "7-2-0.out",
+        "7-2-launcher.out",
+        "slurm-7.out",
+        "12_3-1-0.out",
+        "x.txt",
+    ):
+        (run.logs / name).write_text("")
+    assert [(log.job, log.rank) for log in logs.find(run, attempt=1)] == [
+        ("7", "job"), ("12_3", "0"), ("7", "0"), ("7", "2"), ("7", "10"),
+    ]  # fmt: skip
+    assert [log.path.name for log in logs.find(run)] == ["slurm-7.out", "7-2-0.out", "7-2-launcher.out"]
+    assert [log.path.name for log in logs.find(run, rank="10")] == ["7-1-10.out"]
+
+
+def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Path) -> None:
+    import os
+
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    for name, text, when in (
+        ("7-1-0.out", "fine\nRuntimeError: connection lost\n", 20),
+        ("7-1-3.out", "fine\nTraceback (most recent call last):\nValueError: boom\n", 10),
+        ("7-1-1.out", "fine\n", 5),
+        ("slurm-7.out", "hpctrain: rank 3 failed\n", 1),
+    ):
+        (run.logs / name).write_text(text)
+        os.utime(run.logs / name, (when, when))
+    found = logs.first_error(logs.find(run))
+    assert found is not None
+    assert found[0].rank == "3" and found[1].startswith("Traceback") and "boom" in found[1]
+    assert logs.first_error(logs.find(run, rank="1")) is None
+
+
+def test_following_ends_with_the_job(tmp_path: Path) -> None:
+    path, states = tmp_path / "log", iter([False, False, True, True])
+    path.write_text("one\n")
+    assert "".join(logs.follow(path, lambda: next(states), pause_s=0)) == "one\n"
