@@ -96,6 +96,15 @@ class Parser(argparse.ArgumentParser):
         """See ArgumentParser."""
         raise UserError(f"{self.prog}: {message}", f"{self.prog} --help shows what it takes")
 
+    def format_help(self) -> str:
+        """See ArgumentParser. Commands that take a run file list its keys, too."""
+        text = super().format_help()
+        if self.get_default("overrides") is None:
+            return text
+        from hpctrain.config_reference import help_text
+
+        return f"{text}\n{help_text()}"
+
 
 def overview() -> argparse.ArgumentParser:
     """The parser behind ``hpctrain --help``."""

@@ -85,7 +85,6 @@ def add_run_file(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that takes a run file: the file, and any key of it as an option."""
     parser.add_argument("run_file", help="YAML run file")
     parser.set_defaults(overrides=[])
-    parser.epilog = "Any key of the run file can be given as an option that wins over it: --train.epochs 3"
 
 
 def parser() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +38,17 @@ def reference() -> str:
     """All keys as a Markdown table."""
     rows = [f"| `{key}` | {leaf.type} | {leaf.default} | {leaf.meaning} |" for key, leaf in leaves().items()]
     return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def help_text(width: int = 100) -> str:
+    """All keys as options, for ``--help``."""
+    lines = ["keys of the run file, each an option that wins over it:"]
+    for key, leaf in leaves().items():
+        default = leaf.default.strip("`")
+        text = f"{leaf.meaning} ({leaf.type}; {default if default == 'required' else f'default {default}'})"
+        lines.append(f"  --{key}")
+        lines += textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines) + "\n"
 
 
 def _walk(section: type, prefix: str) -> Iterator[tuple[str, Leaf]]:
