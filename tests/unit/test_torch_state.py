@@ -1,0 +1,162 @@
+"""Names and copies of a torch model's and optimizer's state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.comm.world import alone
+from hpctrain.errors import UserError
+from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
+from hpctrain.frameworks.loss_scale import GROWTH_STEPS, INITIAL, LossScale
+from hpctrain.frameworks.torch import TorchFramework
+from hpctrain.frameworks.torch_state import TorchTensor, digest
+from hpctrain.train.state import Placement
+from tests.support.torch_tasks import make_framework, noisy_model, plain_model, train
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),
+    "fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
+}
+
+
+def saved(framework: TorchFramework) -> dict[str, np.ndarray]:
+    """Copies by name, read in two parts where there is more than a row."""
+    arrays = {}
+    for tensor in framework.state():
+        dtype = "uint16" if tensor.dtype == "bfloat16" else tensor.dtype
+        out = np.zeros(tensor.shape, dtype)
+        if out.ndim and len(out) > 1:
+            half = len(out) // 2
+            tensor.copy_into(out[:half])
+            tensor.copy_into(out[half:], first_row=half)
+        else:
+            tensor.copy_into(out)
+        arrays[tensor.name] = out
+    return arrays
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit(name: str) -> None:
+    settings = {"model": noisy_model, "optimizer": OPTIMIZERS[name], "ema_decay": 0.9}
+    first = make_framework(alone(), **settings)
+    train(first, 3)
+    arrays = saved(first)
+    second = make_framework(alone(), **settings)
+    train(second, 1)
+    second.load(arrays)
+    resumed = train(second, 3)
+    first.load(arrays)  # random numbers come from one generator of the process
+    assert train(first, 3) == resumed
+    assert first.weights_hash() == second.weights_hash()
+    again = saved(second)
+    assert again.keys() == arrays.keys()
+    assert all(again[key].dtype == arrays[key].dtype for key in arrays)
+
+
+def test_names_are_in_a_fixed_order_and_say_what_is_whose() -> None:
+    framework = make_framework(alone(), model=noisy_model, ema_decay=0.5)
+    train(framework, 1)
+    names = [tensor.name for tensor in framework.state()]
+    assert names == [tensor.name for tensor in framework.state()]
+    assert len(set(names)) == len(names)
+    placement = {tensor.name: tensor.placement for tensor in framework.state()}
+    assert placement["model/0.weight"] is Placement.REPLICATED
+    assert placement["optimizer/momentum_buffer/0.weight"] is Placement.REPLICATED
+    assert placement["ema/0.weight"] is Placement.REPLICATED
+    assert placement["model/1.running_var"] is Placement.RANK
+    assert placement["rng/python"] is Placement.RANK
+
+
+def test_loading_says_what_is_wrong_and_changes_nothing() -> None:
+    framework = make_framework(alone())
+    before = framework.weights_hash()
+    arrays = saved(framework)
+    arrays["model/0.weight"] = arrays["model/0.weight"] + 1
+    missing = {name: array for name, array in arrays.items() if name != "model/4.bias"}
+    with pytest.raises(UserError, match=r"model/4.bias is missing"):
+        framework.load(missing)
+    with pytest.raises(UserError, match=r"model/4.bias has shape \[3\] here and \[2\]"):
+        framework.load(arrays | {"model/4.bias": np.zeros(2, np.float32)})
+    assert framework.weights_hash() == before
+    framework.load(arrays)
+    assert framework.weights_hash() != before
+
+
+def test_a_rank_that_is_new_keeps_its_own_state() -> None:
+    framework = make_framework(alone(), model=noisy_model)
+    train(framework, 1)
+    arrays = saved(framework)
+    kept = {tensor.name for tensor in framework.state() if tensor.placement is Placement.REPLICATED}
+    mean = framework.model[1].running_mean.clone()
+    framework.load({name: arrays[name] for name in kept})
+    assert torch.equal(framework.model[1].running_mean, mean)
+
+
+def test_bfloat16_is_held_as_uint16() -> None:
+    tensor = TorchTensor("model/x", torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    out = np.zeros(2, np.uint16)
+    tensor.copy_into(out)
+    assert (tensor.dtype, out.tolist()) == ("bfloat16", [0x3FC0, 0xC000])
+    tensor.assign(out[::-1])
+    assert tensor.tensor.tolist() == [-2.0, 1.5]
+
+
+def test_an_optimizer_that_cannot_be_saved_says_so() -> None:
+    framework = make_framework(alone(), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+    framework.optimizer.state[framework.parameters[0]]["history"] = [1, 2]
+    with pytest.raises(UserError, match="LBFGS keeps a list as 'history'"):
+        framework.state()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(UserError, match="not parameters of the task's model"):
+        make_framework(alone(), optimizer=lambda model: torch.optim.SGD(plain_model().parameters(), lr=0.1))
+
+
+def test_python_and_numpy_draw_the_same_again() -> None:
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    state = host_random_state()
+    drawn = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]
+    restore_host_random_state(state)
+    assert [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()] == drawn
+
+
+def test_the_average_is_what_is_evaluated() -> None:
+    framework = make_framework(alone(), ema_decay=0.9)
+    train(framework, 5)
+    batch = {"x": np.ones((4, 12), np.float32), "y": np.zeros(4, np.int64)}
+    before = framework.weights_hash()
+    averaged = framework.evaluate(batch)["loss"]
+    assert framework.weights_hash() == before
+    for parameter, average in zip(framework.parameters, framework.average, strict=True):
+        parameter.data.copy_(average)
+    framework.average = []
+    assert framework.evaluate(batch)["loss"] == averaged
+
+
+def test_the_loss_scale_falls_at_once_and_rises_slowly() -> None:
+    scale = LossScale()
+    assert scale.overflowed()
+    assert scale.factor == INITIAL / 2
+    for _ in range(GROWTH_STEPS):
+        scale.succeeded()
+    assert scale.factor == INITIAL
+    while scale.overflowed():
+        pass
+    assert scale.factor < 1e-3
+
+
+def test_equal_weights_have_equal_hashes_in_any_memory_format() -> None:
+    image = torch.randn(2, 3, 4, 5)
+    assert digest([image]) == digest([image.to(memory_format=torch.channels_last)])
+    assert digest([image]) != digest([image + 1])
