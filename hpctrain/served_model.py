@@ -22,7 +22,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     def load_context(self, context: Any) -> None:
         """Makes the model as the run file says, and gives it the saved weights."""
         from hpctrain.config_file import load
-        from hpctrain.track.register import restore
+        from hpctrain.register import restore
 
         self.framework, problem = restore(load(context.artifacts["run_file"]), context.artifacts["weights"])
         self.fields = problem.train.fields
