@@ -110,12 +110,13 @@ def _horovod(config: ReduceConfig, around: Surroundings) -> Candidate:
 
 def _every_way(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     overlaps, waits = config.overlap != "off", config.overlap != "on"
+    horovod = around.horovod and config.compression != "bf16"
     ways = [
         (Candidate("mpi", "node"), waits and around.shared_memory),
         (Candidate("mpi", "flat"), waits and (around.nodes > 1 or not around.shared_memory)),
         (Candidate("mpi", "overlap"), overlaps and around.nodes > 1),
-        (Candidate("horovod", "overlap"), overlaps and around.horovod),
-        (Candidate("horovod", "flat"), waits and around.horovod),
+        (Candidate("horovod", "overlap"), overlaps and horovod),
+        (Candidate("horovod", "flat"), waits and horovod),
     ]
     return [way for way, possible in ways if possible] or [_mpi(config, around)]
 
