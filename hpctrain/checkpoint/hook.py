@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import platform
 import sys
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import hpctrain
 from hpctrain.checkpoint.changes import config_hash
-from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint
+from hpctrain.checkpoint.format import DamagedCheckpoint
+from hpctrain.checkpoint.identity import finite, identity_of, versions
 from hpctrain.checkpoint.policy import Cost, Policy, policy_of
+from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saver import Outcome, Saver, open_saver
@@ -29,7 +26,6 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.run_dir import RunDir, current_attempt
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, StopReason
-from hpctrain.train.state import Placement, StateTensor
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -169,7 +165,7 @@ class CheckpointHook(BaseHook):
         begin = time.monotonic()
         tensors = trainer.framework.state()
         if self.config.verify_replicated:
-            verify_replicated(self.store, tensors, trainer.state.step)
+            verify_replicated(self.store.group, trainer.framework, trainer.state.step)
         meta = {
             "state": finite(trainer.state.to_json(), None),
             "framework": trainer.framework.name,
@@ -239,18 +235,8 @@ def checkpoint_hook(
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
     attempt = current_attempt()
     store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: run_dir.check_fence(attempt))
-    identity = {"config": dataclasses.asdict(config), "global_batch": global_batch, "data": fingerprint}
-    plain = json.loads(json.dumps(finite(identity, "not finite")))  # as it will come back from a manifest
-    return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, plain, report, fresh)
-
-
-def finite(value: Any, instead: Any) -> Any:
-    """A value without the numbers that JSON does not know."""
-    if isinstance(value, Mapping):
-        return {key: finite(item, instead) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item, instead) for item in value]
-    return instead if isinstance(value, float) and not math.isfinite(value) else value
+    identity = identity_of(config, global_batch, fingerprint)
+    return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, identity, report, fresh)
 
 
 def writers(mode: str, world: World) -> list[int]:
@@ -274,29 +260,3 @@ def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:
     """The watched metric is none that the task reports."""
     known = ", ".join(sorted(metrics))
     return UserError(f"checkpoint.best_metric is {name!r}, which the task does not report", f"name one of {known}")
-
-
-def verify_replicated(store: CheckpointStore, tensors: Sequence[StateTensor], step: int) -> None:
-    """Raises RunFailed, on all ranks, where a tensor that should be equal on all of them is not. Collective; slow."""
-    sums = {}
-    for tensor in tensors:
-        if tensor.placement is Placement.REPLICATED:
-            value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
-            tensor.copy_into(value)
-            sums[tensor.name] = zlib.crc32(value.tobytes())
-    of_ranks = store.group.allgather(sums, "compare what should be equal")
-    unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]
-    if unequal:
-        raise RunFailed(
-            f"{len(unequal)} tensors differ between ranks at step {step}: {', '.join(unequal[:5])}",
-            "look for code that runs on some ranks only, or for random numbers that ranks do not share",
-        )
-
-
-def versions() -> dict[str, str]:
-    """Of what a resumed run's numbers depend on."""
-    found = {"python": platform.python_version(), "hpctrain": hpctrain.__version__}
-    for package in ("numpy", "h5py", "torch", "tensorflow-cpu", "tensorflow", "keras", "horovod", "mpi4py"):
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found

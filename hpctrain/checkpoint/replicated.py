@@ -1,0 +1,34 @@
+"""A check, for debugging, that what is declared equal on all ranks is."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpctrain.checkpoint.format import ITEM_TYPES
+from hpctrain.comm.group import Group
+from hpctrain.errors import RunFailed
+from hpctrain.train.state import Placement
+
+if TYPE_CHECKING:
+    from hpctrain.train.framework import Framework
+
+
+def verify_replicated(group: Group, framework: Framework, step: int) -> None:
+    """Raises RunFailed, on all ranks, where a tensor that should be equal on all of them is not. Collective; slow."""
+    sums = {}
+    for tensor in framework.state():
+        if tensor.placement is Placement.REPLICATED:
+            value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
+            tensor.copy_into(value)
+            framework.synchronize()
+            sums[tensor.name] = zlib.crc32(value.tobytes())
+    of_ranks = group.allgather(sums, "compare what should be equal")
+    unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]
+    if unequal:
+        raise RunFailed(
+            f"{len(unequal)} tensors differ between ranks at step {step}: {', '.join(unequal[:5])}",
+            "look for code that runs on some ranks only, or for random numbers that ranks do not share",
+        )
