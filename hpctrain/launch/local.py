@@ -12,9 +12,9 @@ from hpctrain.config import Config
 from hpctrain.config_file import dump
 from hpctrain.launch.command_rank import STOP_SIGNAL
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.launch.output import TERMINAL, quiet_environment, terminal_columns
+from hpctrain.launch.output import TERMINAL, quiet_environment, say, terminal_columns
 from hpctrain.launch.processes import TETHER
-from hpctrain.launch.supervisor import Launch, Limits, say, supervise
+from hpctrain.launch.supervisor import Launch, Limits, supervise
 from hpctrain.launch.threads import thread_environment, threads_per_rank, usable_cores
 from hpctrain.launch.verdict import Verdict
 from hpctrain.run_dir import RunDir

@@ -16,7 +16,6 @@ QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "HOROVOD_LOG_LEVEL": "error",
     "GRPC_VERBOSITY": "ERROR",
-    "PYTHONWARNINGS": "ignore",
 }
 """Variables that keep libraries from talking at start-up."""
 
@@ -59,3 +58,8 @@ def redirect(log: Path, keep_stdout: bool) -> int:
             os.dup2(handle, 1)
         os.close(handle)
     return kept
+
+
+def say(text: str) -> None:
+    """To the person in front of the terminal, or reading the job's output."""
+    print(f"hpctrain: {text}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from hpctrain.launch.live_lock import BEAT_S, LiveLock, myself
 from hpctrain.launch.output import quiet_environment, redirect
 from hpctrain.launch.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.launch.verdict import decide
-from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, create_exclusively, current_attempt
+from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, create_exclusively, current_attempt, write_atomically
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
@@ -127,7 +127,7 @@ class Session:
         lock.acquire()
         self.lock = lock
         threading.Thread(target=_beat, args=(lock,), daemon=True).start()
-        run_dir.run_yaml.write_text(dump(config), encoding="utf-8")
+        write_atomically(run_dir.run_yaml, dump(config).encode())
         job = os.environ.get("SLURM_JOB_ID")
         return run_dir.begin_attempt(host=self.world.host, job_id=job, ranks=self.world.size, **facts.of_run())
 

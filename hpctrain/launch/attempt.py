@@ -1,0 +1,248 @@
+"""One attempt under watch: starts the launcher, passes requests on, sees to it that all ranks end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.errors import ExitCode
+from hpctrain.launch import launchers, processes
+from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord, collect
+from hpctrain.launch.live_lock import LiveLock
+from hpctrain.launch.output import say
+from hpctrain.launch.passing import Passing
+from hpctrain.launch.postmortem import all_ended_well, complete, hang, missing_ranks
+from hpctrain.launch.signals import StopSignals
+from hpctrain.launch.verdict import Action, Stop, Verdict, decide
+from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
+
+TICK_S = 0.05
+"""Seconds between two looks at everything."""
+WORDS_EVERY_S = 1.0
+"""Seconds between two readings of the ranks' words: they may lie on a shared file system."""
+FAILURE_GRACE_S = 10.0
+"""Seconds that a launcher has to take the others down after one rank has failed or died."""
+END_GRACE_S = 60.0
+"""Seconds that the other ranks have to end after the first one has ended well."""
+KILL_GRACE_S = 5.0
+"""Seconds between asking a launcher to end and killing it."""
+
+PERSON_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a person at a terminal sends; the others come from schedulers."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started in one attempt."""
+
+    argv: Sequence[str]
+    """The launcher, its options, and the ranks' command."""
+    env: Mapping[str, str]
+    """Variables set for the launcher and the ranks, on top of this process's own."""
+    ranks: int
+    """Expected number."""
+    saves: bool = True
+    """Whether the ranks save checkpoints; of a plain command nobody knows."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take, and how often they may fail."""
+
+    stop_grace_s: float = 60.0
+    """From a stop request to the end of the ranks."""
+    max_failures: int = 3
+    """Failed attempts in a row without a new checkpoint."""
+
+
+@dataclass
+class Attempt:
+    """One attempt as the supervisor sees it; ``run`` is all there is to call."""
+
+    launch: Launch
+    run_dir: RunDir
+    number: int
+    lock: LiveLock
+    signals: StopSignals
+    limits: Limits
+    verbose: bool = False
+    by_person: Callable[[int], bool] = lambda number: number in PERSON_SIGNALS
+    process: subprocess.Popen[bytes] | None = None
+    passing: Passing | None = None
+    failure: Verdict | None = None
+    """Set when the supervisor itself ends the attempt."""
+    stop: Stop | None = None
+    stop_deadline: float = float("inf")
+    kill_at: float = float("inf")
+    suspicion: dict[str, float] = field(default_factory=dict)
+    """Since when something is seen that may not last."""
+    next_look: float = 0.0
+    shown_bytes: int = 0
+
+    def run(self) -> tuple[Verdict, list[LastWord]]:
+        """Starts the ranks, watches until all are gone, and decides."""
+        self.watch()
+        text = self.launcher_text() + (self.passing.text if self.passing is not None else "")
+        deaths = launchers.deaths(text) if self.failure is None else []
+        told = collect(self.run_dir, self.number)
+        words = [complete(word, deaths, told) for word in told]
+        attempts = [*self.run_dir.attempts()]
+        if attempts:
+            attempts[-1] = {**attempts[-1], "to_step": self.run_dir.newest_checkpoint_step()}
+        failure = self.failure
+        if not all_ended_well(words, self.launch.ranks):
+            log = self.run_dir.log("launcher", self.number)
+            failure = hang(self.run_dir, self.number) or failure or missing_ranks(words, self.launch.ranks, text, log)
+        return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
+
+    def watch(self) -> None:
+        """Runs the launcher to its end. Its exit code says little: launchers lose those of ranks."""
+        log = self.open_log()
+        environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
+        processes.adopt_orphans()
+        with log:
+            self.process = subprocess.Popen(
+                list(self.launch.argv),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+                # mpirun and srun end their ranks on SIGTERM. There is one thread here, so a preexec_fn is safe.
+                preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),  # noqa: PLW1509
+            )
+        assert self.process.stdout is not None
+        self.passing = Passing(self.process.stdout, sys.stdout.fileno())
+        try:
+            while self.process.poll() is None:
+                self.tick(time.monotonic())
+                time.sleep(TICK_S)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            processes.end_descendants(KILL_GRACE_S)
+            self.passing.pump()
+            self.process.stdout.close()
+            self.show_launcher_text()
+
+    def tick(self, now: float) -> None:
+        """One look at signals, the STOP file, the ranks and the clock."""
+        self.lock.beat()
+        if self.passing is not None:
+            self.passing.pump()
+        self.take_signals(now)
+        if now >= self.next_look:
+            self.next_look = now + WORDS_EVERY_S
+            self.take_stop_file(now)
+            self.look_at_ranks(now)
+            self.show_launcher_text()
+        if now >= self.stop_deadline:
+            grace = f"{self.limits.stop_grace_s:.0f} s"
+            self.end(now, f"the ranks did not stop within {grace} of the request", "raise launch.stop_grace_s", "stop")
+            self.stop_deadline = float("inf")
+        if now >= self.kill_at:
+            self.kill_at = float("inf")
+            self.kill()
+
+    def take_signals(self, now: float) -> None:
+        """The first signal asks the ranks to stop; a second Ctrl-C ends them."""
+        received = self.signals.received
+        if received and self.stop is None:
+            by = f"signal {signal.Signals(received[0]).name}"
+            with contextlib.suppress(OSError):
+                self.run_dir.request_stop(by)
+            self.begin_stop(now, Stop(by, self.by_person(received[0])))
+        if len(received) > 1 and received[-1] in PERSON_SIGNALS and self.failure is None:
+            self.end(now, "ended at once by a second Ctrl-C", "the same command resumes it", "stop")
+
+    def take_stop_file(self, now: float) -> None:
+        """A person, or hpctrain stop, has made the STOP file."""
+        if self.stop is None and (by := self.run_dir.stop_requested_by()) is not None:
+            self.begin_stop(now, Stop(by, by_person=not by.startswith("signal ") or self.by_person(_number(by))))
+
+    def begin_stop(self, now: float, stop: Stop) -> None:
+        """Ranks see the STOP file themselves; from here on the clock runs."""
+        self.stop = stop
+        self.stop_deadline = now + self.limits.stop_grace_s
+        again = "; again to end at once" if stop.by == "signal SIGINT" else ""
+        how = "after the current step, with a checkpoint" if self.launch.saves else "the command"
+        say(f"{stop.by}: stopping {how}{again}")
+
+    def look_at_ranks(self, now: float) -> None:
+        """Ends an attempt that the launcher does not end by itself although a rank has failed, died or left."""
+        if self.failure is not None:
+            return
+        words = collect(self.run_dir, self.number)
+        if failed := [word for word in words if word.ending is Ending.FAILED]:
+            self.suspect("failed", now, FAILURE_GRACE_S, f"rank {failed[0].rank} failed", words)
+        gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
+        if gone:
+            what = f"rank {gone[0].rank} on {gone[0].host} (process {gone[0].pid}) died"
+            self.suspect("died", now, FAILURE_GRACE_S, what, words)
+        ended = [word for word in words if word.ending in GOOD_ENDINGS]
+        if ended and len(ended) < self.launch.ranks:
+            late = sorted(set(range(self.launch.ranks)) - {word.rank for word in ended})
+            what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
+            self.suspect("left", now, END_GRACE_S, what, words)
+
+    def suspect(self, key: str, now: float, patience_s: float, what: str, words: Sequence[LastWord]) -> None:
+        """Ends the attempt once this has lasted too long. A rank's own error stays the reason."""
+        if now - self.suspicion.setdefault(key, now) > patience_s:
+            own_error = any(word.ending is Ending.FAILED for word in words)
+            self.end(now, "" if own_error else what, "see the rank's log", "killed" if key == "died" else "hang")
+
+    def lives(self, word: LastWord) -> bool:
+        """Whether a rank's process is there; what runs on another host is not seen from here."""
+        return word.host != socket.gethostname() or processes.is_alive(word.pid, word.birth)
+
+    def end(self, now: float, reason: str, fix: str, cause: str) -> None:
+        """Has the launcher end all ranks, and kills what remains some seconds later."""
+        if reason:
+            self.failure = Verdict(Action.REQUEUE, ExitCode.FAILURE, reason, fix, cause=cause)
+        if self.process is not None and self.kill_at == float("inf"):
+            self.kill_at = now + KILL_GRACE_S
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+
+    def kill(self) -> None:
+        """The launcher's whole session; ranks in sessions of their own are tethered to it, or swept up afterwards."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def open_log(self) -> Any:
+        """Where the launcher's own messages go."""
+        try:
+            return open(self.run_dir.log("launcher", self.number), "wb")
+        except OSError:
+            return open(os.devnull, "wb")
+
+    def launcher_text(self) -> str:
+        """What the launcher said."""
+        try:
+            return self.run_dir.log("launcher", self.number).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def show_launcher_text(self) -> None:
+        """With --verbose, what the launcher has said since the last look."""
+        if self.verbose:
+            text = self.launcher_text()
+            sys.stderr.write(text[self.shown_bytes :])
+            sys.stderr.flush()
+            self.shown_bytes = len(text)
+
+
+def _number(by: str) -> int:
+    with contextlib.suppress(KeyError):
+        return int(signal.Signals[by.removeprefix("signal ")])
+    return 0

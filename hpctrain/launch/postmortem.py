@@ -1,0 +1,80 @@
+"""What can be told, after the end, of ranks that could not tell it themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain import events
+from hpctrain.errors import ExitCode
+from hpctrain.launch import launchers, processes
+from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord
+from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.run_dir import RunDir
+
+
+def complete(word: LastWord, deaths: Sequence[launchers.Death], words: Sequence[LastWord]) -> LastWord:
+    """Says for a rank that could not how it ended, as far as can be told."""
+    if word.ending is not Ending.RUNNING:
+        return word
+    death = next((d for d in deaths if d.rank == word.rank or (d.rank is None and d.pid == word.pid)), None)
+    if death is None:
+        failed = any(other.ending is Ending.FAILED for other in words) or bool(deaths)
+        return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed else Ending.VANISHED)
+    local = word.host == socket.gethostname()
+    memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
+    cause = launchers.OUT_OF_MEMORY if memory else death.cause
+    code = 128 + death.signal if death.signal else death.exit_code
+    return dataclasses.replace(word, ending=Ending.KILLED, note=cause, exit_code=code)
+
+
+def ran_out_of_memory(word: LastWord) -> bool:
+    """Whether the kernel's log names the process, or its control group (which is ours) counts one more such kill."""
+    if processes.kernel_killed_for_memory(word.pid):
+        return True
+    now = processes.oom_kills()
+    return word.oom_kills is not None and now is not None and now > word.oom_kills
+
+
+def last_line(text: str) -> str:
+    """The last line of a launcher's text that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" -=\t")]
+    return lines[-1][:300] if lines else ""
+
+
+def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
+    """Whether every rank says that it came to a good end."""
+    return len(words) == ranks and all(word.ending in GOOD_ENDINGS for word in words)
+
+
+def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
+    """Why the monitor ended the ranks, if it did; their deaths are its doing then."""
+    try:
+        told = events.decode(run_dir.monitor_events.read_bytes())
+    except OSError:
+        return None
+    for event in told:
+        ended = event["event"] == "hang" and event.get("kind") == "hung" and event.get("action") == "abort"
+        if ended and event["attempt"] == attempt:
+            culprit = next((rank["rank"] for rank in event["ranks"]), None)
+            fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
+            return Verdict(Action.REQUEUE, ExitCode.FAILURE, event["sentence"], fix, culprit, cause="hang")
+    return None
+
+
+def missing_ranks(words: Sequence[LastWord], ranks: int, text: str, log: Path) -> Verdict | None:
+    """Why ranks left not even a first word, if some did not: from the launcher's text, which stands in ``log``."""
+    if launchers.lost_a_node(text):
+        what = f"a node was lost: {last_line(text)}"
+        return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause="node")
+    known = {word.rank for word in words if word.rank is not None}
+    if any(word.ending in (Ending.FAILED, Ending.KILLED) for word in words) or len(known) == ranks:
+        return None
+    missing = sorted(set(range(ranks)) - known)
+    dead = next((death for death in launchers.deaths(text) if death.rank in missing), None)
+    told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text)
+    what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nobody says'}"
+    return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, f"see {log}", dead.rank if dead else None, cause="vanished")
