@@ -86,21 +86,11 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
 def check(config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str) -> list[Problem]:
     """Problems that the ranks' reports show under one launcher."""
     slurm = config.launch.slurm
-    expected = Expected(
-        job.nodes,
-        job.ranks,
-        slurm.gpus_per_node or 0,
-        slurm.cpus_per_rank or 1,
-        mpi=bool(config.task) and job.ranks > 1,
-    )
-    command = [
-        interpreter,
-        "-m",
-        "hpctrain.launch.slurm.probe",
-        f"--run-dir={run.path}",
-        f"--scratch={slurm.scratch or ''}",
-    ]
-    command = [*slurm.wrap, *command, "--mpi"] if expected.mpi else command
+    needs_mpi = bool(config.task) and job.ranks > 1
+    expected = Expected(job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, needs_mpi)
+    options = [f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
+    command = [interpreter, "-m", "hpctrain.launch.slurm.probe", *options]
+    command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
     output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
     problems = preflight.judge(preflight.reports(output.splitlines()), expected, client.hosts(job.nodelist))

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +21,9 @@ from hpctrain.launch.slurm import client, profile
 from hpctrain.launch.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run_dir import RunDir, write_atomically
 
-ALIVE = {
-    "PENDING",
-    "RUNNING",
-    "CONFIGURING",
-    "COMPLETING",
-    "SUSPENDED",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "RESIZING",
-    "STAGE_OUT",
-}
+ALIVE = frozenset(
+    ["PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"]
+)
 """States of jobs that may still act on the run folder."""
 
 
@@ -135,14 +128,10 @@ def write(planned: Plan) -> None:
     """Makes the run folder with what the job will read."""
     planned.run.create()
     write_atomically(planned.script_file, planned.script.encode())
-    if not planned.elements:
-        write_atomically(planned.run.run_yaml, dump(planned.config).encode())
-        return
-    for config in planned.elements:
-        element = RunDir.for_config(config)
-        element.create()
-        write_atomically(element.run_yaml, dump(config).encode())
-    write_atomically(planned.run.run_yaml, dump(planned.config).encode())
+    for config in (*planned.elements, planned.config):
+        run = RunDir.for_config(config)
+        run.create()
+        write_atomically(run.run_yaml, dump(config).encode())
 
 
 def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None) -> list[str]:
@@ -225,8 +214,6 @@ def sweep(words: Sequence[str]) -> list[list[str]]:
 
 def _element(config: Config, run: RunDir, index: int, words: Sequence[str]) -> Config:
     """The run of one element: the array's configuration with its own options, name and folder."""
-    import tempfile
-
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump(config))
         file.flush()

@@ -18,7 +18,7 @@ from hpctrain.launch.local import plain_command, rank_environment
 from hpctrain.launch.slurm import client, in_job, requeue
 from hpctrain.launch.slurm.directives import ranks_per_node
 from hpctrain.launch.slurm.job import Job, current
-from hpctrain.launch.slurm.submission import ALIVE, Submitted, record, settle, submissions
+from hpctrain.launch.slurm.submission import ALIVE, Submitted, record, settle, signal_s, submissions
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import Action, Verdict
@@ -44,7 +44,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     verdict = supervise(
         run_dir,
         lambda number: make_launch(config, run_dir, job, number, verbose),
-        limits(config),
+        limits(config, run_dir),
         facts={"job": job.id, "restarts": job.restarts, "nodes": job.nodes, "ranks": job.ranks, **facts.of_run()},
         run_yaml=dump(config),
         verbose=verbose,
@@ -60,9 +60,9 @@ def as_allocated(config: Config, job: Job) -> Config:
     return dataclasses.replace(config, launch=launch)
 
 
-def limits(config: Config) -> Limits:
+def limits(config: Config, run_dir: RunDir) -> Limits:
     """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
-    grace_s = max(config.launch.stop_grace_s, 0.9 * (config.launch.slurm.signal_s or 0))
+    grace_s = max(config.launch.stop_grace_s, 0.9 * signal_s(config, run_dir))
     return Limits(stop_grace_s=grace_s, max_failures=config.launch.max_failures)
 
 
@@ -84,12 +84,9 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
         command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *staged, *quiet]
     else:
         command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
+    given = config.train.threads or config.launch.slurm.cpus_per_rank
     cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or 1)
-    threads = (
-        config.train.threads
-        or config.launch.slurm.cpus_per_rank
-        or threads_per_rank(cores, ranks_per_node(config.launch))
-    )
+    threads = given or threads_per_rank(cores, ranks_per_node(config.launch))
     env = rank_environment(config, job.ranks, threads, verbose, os.environ)
     env |= prepared.launcher.environment({**os.environ, **env})
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
