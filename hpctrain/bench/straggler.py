@@ -150,7 +150,7 @@ def table(result: dict[str, Any]) -> str:
     lines.append("")
     for row in result["cost"]:
         lines.append(
-            f"judging a window of {row['ranks']} ranks: {1e3 * row['seconds_per_window']:.1f} ms, "
-            f"{row['peak_bytes'] / 2**20:.0f} MiB"
+            f"a window of {row['ranks']} ranks on the first node: {1e3 * row['seconds_per_window']:.1f} ms, "
+            f"{row['window_bytes'] / 2**20:.2f} MiB received, {row['peak_bytes'] / 2**20:.0f} MiB of memory"
         )
     return "\n".join(lines)

@@ -1,22 +1,28 @@
-"""Slow-downs put into healthy traces many times over, and how often the monitor says the right thing. Pure."""
+"""Slow-downs put into healthy traces many times over, and how often the monitor says the right thing."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.bench.straggler_traces import Trace, resampled, simulated, slowed, slowed_processor
+from hpctrain.config import MonitorConfig
 from hpctrain.monitor.cause import COMPUTE
+from hpctrain.monitor.chief import Chief
 from hpctrain.monitor.judge import Judge
+from hpctrain.monitor.node import window_message
 from hpctrain.monitor.verdict import Kind, State
 from hpctrain.monitor.window import CAUSES, Window
+from hpctrain.monitor.wire import FRAME, Message
+from hpctrain.run_dir import RunDir
 from hpctrain.train.clock import Phase
 
 WINDOW = 32
@@ -183,20 +189,41 @@ def compare(source: Source, ranks: int, share: float, trials: int, seed: int) ->
 
 
 def cost(ranks: int, windows: int = 10) -> dict[str, Any]:
-    """Seconds and memory that the judging of one window takes at this number of ranks."""
-    trace = simulated(ranks, 2 * WINDOW, np.random.default_rng(0))
-    pair = deque(trace.windows(WINDOW))
-    judge = Judge([f"n{rank // 8}" for rank in range(ranks)])
-    seconds = []
+    """Seconds and memory that one window takes on the first node: the messages of all nodes, read and judged."""
+    seconds, sent = first_node(ranks, windows)
     tracemalloc.start()
-    for index in range(windows):
-        window = replace(pair[index % 2], index=index)
-        begin = time.perf_counter()
-        judge.judge(window)
-        seconds.append(time.perf_counter() - begin)
+    first_node(ranks, windows)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return {"ranks": ranks, "seconds_per_window": float(np.median(seconds)), "peak_bytes": peak}
+    return {"ranks": ranks, "seconds_per_window": seconds, "peak_bytes": peak, "window_bytes": sent}
+
+
+def first_node(ranks: int, windows: int, ranks_per_node: int = 8) -> tuple[float, int]:
+    """Median seconds that the deciding side spends on a window, and the bytes of its messages."""
+    pair = list(simulated(ranks, 2 * WINDOW, np.random.default_rng(0)).windows(WINDOW))
+    nodes = [rank // ranks_per_node for rank in range(ranks)]
+    seconds, sent = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        RunDir(Path(folder)).monitor.mkdir()
+        chief = Chief([f"n{node}" for node in nodes], nodes, RunDir(Path(folder)), 1, MonitorConfig(), lambda *_: None)
+        for index in range(windows):
+            frames = [message.encode() for message in reports(replace(pair[index % 2], index=index), ranks_per_node)]
+            sent = sum(map(len, frames))
+            begin = time.perf_counter()
+            for frame in frames:
+                end = FRAME.size + FRAME.unpack_from(frame)[0]
+                chief.receive(Message.decode(frame[FRAME.size : end], frame[end:]), 0.0)
+            seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds)), sent
+
+
+def reports(window: Window, ranks_per_node: int) -> Iterator[Message]:
+    """A window as the nodes send it."""
+    for first in range(0, len(window.ranks), ranks_per_node):
+        part = slice(first, first + ranks_per_node)
+        names = ("busy", "wait", "work", "typical", "mean")
+        arrays = {name: getattr(window, name)[part] for name in names}
+        yield window_message(Window(index=window.index, ranks=window.ranks[part], **arrays))
 
 
 def as_json(cells: list[Cell]) -> list[dict[str, Any]]:

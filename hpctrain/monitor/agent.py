@@ -75,17 +75,17 @@ class Ears:
             if key.fileobj is source:
                 self.selector.unregister(descriptor)
 
-    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(self, seconds: float) -> list[socket.socket | Connection]:
         """Sources that have something, after at most so many seconds. Deaths are handed to the node."""
         for descriptor in self.node.new_lives():
             self.selector.register(descriptor, selectors.EVENT_READ, data="life")
-        found = self.selector.select(seconds)
-        for key, _ in found:
+        keys = [key for key, _ in self.selector.select(seconds)]
+        for key in keys:
             if key.data == "life":
                 self.selector.unregister(key.fd)
                 os.close(key.fd)
-                self.node.hear_of_death()
-        return [entry for entry in found if entry[0].data != "life"]
+                self.node.alarmed = True
+        return [key.fileobj for key in keys if key.data != "life"]  # type: ignore[misc]
 
 
 class ChiefAgent:
@@ -98,6 +98,7 @@ class ChiefAgent:
         self.token = token
         self.connections: list[Connection] = []
         self.by_node: dict[int, Connection] = {}
+        self.next_look = 0.0
         self.ears = Ears(node)
 
     def run(self) -> None:
@@ -111,7 +112,7 @@ class ChiefAgent:
             now = time.monotonic()
             if over_since is None and self.node.all_over():
                 over_since = now
-                self.node.hear_of_death()
+                self.node.alarmed = True
             if over_since is not None:
                 still = self.connections or self.chief.open_hang is not None
                 if not still or now - over_since > LINGER_S:
@@ -120,22 +121,31 @@ class ChiefAgent:
         self.chief.close()
 
     def turn(self) -> None:
-        """Hears everybody once."""
-        for key, _ in self.ears.select(POLL_S):
-            if key.fileobj is self.listener:
+        """Hears those who have something to say, and now and then looks at its own node. Thousands may talk."""
+        for source in self.ears.select(POLL_S):
+            if isinstance(source, Connection):
+                self.hear(source)
+            else:
                 self.accept()
         now = time.monotonic()
+        if now < self.next_look and not self.node.alarmed:
+            return
+        self.next_look = now + POLL_S
         for message in self.node.poll(now):
             self.obey(self.chief.receive(message, now))
-        for connection in list(self.connections):
-            for message in connection.receive():
-                if "node" in message.fields:
-                    self.by_node[int(message.fields["node"])] = connection
-                self.obey(self.chief.receive(message, now))
+        for connection in [one for one in self.connections if one.wants_to_send]:
             connection.flush()
-            if connection.closed:
-                self.forget(connection)
         self.obey(self.chief.tick(now))
+
+    def hear(self, connection: Connection) -> None:
+        """Takes in what another agent reports."""
+        for message in connection.receive():
+            if "node" in message.fields:
+                self.by_node[int(message.fields["node"])] = connection
+            self.obey(self.chief.receive(message, time.monotonic()))
+        connection.flush()
+        if connection.closed:
+            self.forget(connection)
 
     def accept(self) -> None:
         """Takes a new connection."""
@@ -145,6 +155,7 @@ class ChiefAgent:
             connection = Connection(stream, self.token)
             self.connections.append(connection)
             self.ears.register(connection)
+            connection.flush()
 
     def forget(self, connection: Connection) -> None:
         """Drops a connection that has ended."""
@@ -181,7 +192,7 @@ class NodeAgent:
         """Until the ranks of this node have ended."""
         while not self.node.all_over():
             self.turn()
-        self.node.hear_of_death()
+        self.node.alarmed = True
         self.turn()
         deadline = time.monotonic() + LINGER_S
         while self.connection and self.connection.wants_to_send and time.monotonic() < deadline:

@@ -85,7 +85,8 @@ class Chief:
         self.judge = Judge(hosts)
         self.watch = HangWatch(config.hang_s)
         self.heat = Heat(len(hosts), config.window_steps)
-        self.pending: dict[int, list[window.Window]] = {}
+        self.pending: dict[int, tuple[list[window.Window], int]] = {}
+        """Parts of windows that are not judged yet, and how many ranks they hold."""
         self.judged = -1
         self.beats: dict[int, tuple[float, list[Beat]]] = {}
         self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
@@ -151,16 +152,14 @@ class Chief:
         """Adds one node's part of a window, and judges the window when it is complete or too old."""
         if part.index <= self.judged:
             return
-        self.pending.setdefault(part.index, []).append(part)
-        complete = [
-            index for index, parts in self.pending.items() if sum(len(p.ranks) for p in parts) == len(self.hosts)
-        ]
-        last = max(complete, default=-1)
+        parts, ranks = self.pending.get(part.index, ([], 0))
+        parts.append(part)
+        self.pending[part.index] = parts, ranks + len(part.ranks)
+        last = part.index if ranks + len(part.ranks) == len(self.hosts) else -1
         while self.pending and (min(self.pending) <= last or len(self.pending) > PENDING_WINDOWS):
-            index = min(self.pending)
-            self.judged = index
-            parts = self.pending.pop(index)
-            if 2 * sum(len(p.ranks) for p in parts) >= len(self.hosts):
+            self.judged = min(self.pending)
+            parts, ranks = self.pending.pop(self.judged)
+            if 2 * ranks >= len(self.hosts):
                 self.decide(window.join(parts))
 
     def decide(self, now: window.Window) -> None:

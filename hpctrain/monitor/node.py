@@ -71,6 +71,8 @@ class Node:
         self.next_reading = 0.0
         self.reading: host_counters.Reading | None = None
         self.next_rivals = 0.0
+        self.alarmed = False
+        """A rank has died: the next poll reports, before a launcher has ended the other ranks too."""
         self.lives: dict[int, int] = {}
         """Descriptors that become readable when a rank dies, by process number."""
 
@@ -86,15 +88,12 @@ class Node:
                     fresh.append(self.lives[pid])
         return fresh
 
-    def hear_of_death(self) -> None:
-        """The next poll reports at once, before a launcher has ended the other ranks too."""
-        self.next_beat = 0.0
-
     def poll(self, now: float) -> list[Message]:
         """What there is to report."""
         heads = self.reader.heads()
         messages = list(self.windows(heads))
-        if now >= self.next_beat:
+        if self.alarmed or now >= self.next_beat:
+            self.alarmed = False
             self.next_beat = now + BEAT_S
             messages.append(self.beat(heads, now))
         if now >= self.next_reading:
