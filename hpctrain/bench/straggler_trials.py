@@ -190,18 +190,18 @@ def compare(source: Source, ranks: int, share: float, trials: int, seed: int) ->
 
 def cost(ranks: int, windows: int = 10) -> dict[str, Any]:
     """Seconds and memory that one window takes on the first node: the messages of all nodes, read and judged."""
-    seconds, sent = first_node(ranks, windows)
+    pair = list(simulated(ranks, 2 * WINDOW, np.random.default_rng(0)).windows(WINDOW))
+    seconds, sent = first_node(pair, windows)
     tracemalloc.start()
-    first_node(ranks, windows)
+    first_node(pair, windows)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {"ranks": ranks, "seconds_per_window": seconds, "peak_bytes": peak, "window_bytes": sent}
 
 
-def first_node(ranks: int, windows: int, ranks_per_node: int = 8) -> tuple[float, int]:
+def first_node(pair: list[Window], windows: int, ranks_per_node: int = 8) -> tuple[float, int]:
     """Median seconds that the deciding side spends on a window, and the bytes of its messages."""
-    pair = list(simulated(ranks, 2 * WINDOW, np.random.default_rng(0)).windows(WINDOW))
-    nodes = [rank // ranks_per_node for rank in range(ranks)]
+    nodes = [rank // ranks_per_node for rank in range(len(pair[0].ranks))]
     seconds, sent = [], 0
     with tempfile.TemporaryDirectory() as folder:
         RunDir(Path(folder)).monitor.mkdir()
