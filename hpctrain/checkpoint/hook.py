@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -186,10 +185,8 @@ class CheckpointHook(BaseHook):
             return None
         path = str(outcome.path)
         if outcome.error:
-            try:
+            with suppress(RunFailed):  # the disk may be too full for the event, too
                 self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
-            except RunFailed:  # the disk is too full for the event, too
-                print(f"hpctrain: checkpoint of step {outcome.step} failed: {outcome.error}", file=sys.stderr)
             self.store.fence()
             return outcome
         self.saved_step = outcome.step
@@ -209,7 +206,24 @@ class CheckpointHook(BaseHook):
     def _report(self, event: str, step: int, **fields: Any) -> None:
         """On rank 0."""
         if self.store.group.rank == 0:
+            for line in told(event, step, fields):
+                print(line, flush=True)
             self.report(event, step, **fields)
+
+
+def told(event: str, step: int, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for a person, of events that nobody should miss."""
+    if event == "checkpoint_failed":
+        yield f"checkpoint of step {step} FAILED: {fields['error']}; training goes on, older checkpoints are whole"
+    if event == "resumed":
+        for rejected in fields["rejected"]:
+            yield f"checkpoint of step {rejected['step']} is not used: {rejected['reason']}"
+        yield f"resumed from step {step}: {fields['path']}"
+    if event == "initial_weights":
+        yield f"{len(fields['taken'])} weights are those of {fields['path']}"
+        for kind in ("missing", "unexpected", "reshaped"):
+            if fields[kind]:
+                yield f"{kind}: {', '.join(fields[kind])}"
 
 
 def checkpoint_hook(

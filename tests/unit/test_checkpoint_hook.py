@@ -151,7 +151,9 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
         Run(tmp_path / "other", best_metric="accuracy").attempt(losses=losses)
 
 
-def test_a_failed_save_is_told_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     spare = saver_module.SPARE_BYTES
     run = Run(tmp_path, every_steps=2, mode="sync")
     fill = Interrupt(3, lambda: monkeypatch.setattr(saver_module, "SPARE_BYTES", 1 << 60))
@@ -159,6 +161,7 @@ def test_a_failed_save_is_told_and_training_goes_on(tmp_path: Path, monkeypatch:
     assert run.attempt(fill, free).weight[0] == 10
     assert run.said("checkpoint_failed") == [4, 6] and run.said("checkpoint_saved") == [2, 8, 10]
     assert "MiB are needed" in run.events[1][2]["error"]
+    assert "checkpoint of step 4 FAILED: rank 0: " in capsys.readouterr().out
 
 
 def test_a_last_save_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
