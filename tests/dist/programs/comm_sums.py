@@ -8,6 +8,7 @@ import numpy as np
 
 from hpctrain.comm import node_sum
 from hpctrain.comm.compression import CODECS
+from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum, OverlappedSum
 from hpctrain.comm.node_sum import open_node_sum
 from hpctrain.comm.world import World, connect
@@ -73,6 +74,26 @@ def collectives(world: World) -> None:
     group.barrier("end")
 
 
+def across_nodes(world: World) -> None:
+    """Four ranks that take themselves for two nodes of two, and for nodes of three and one."""
+    from mpi4py import MPI
+
+    def group_of(first_node: int) -> Group:
+        class Nodes(MPI.Intracomm):
+            def Split_type(self, *arguments: object, **more: object) -> MPI.Comm:
+                return self.Split(color=int(self.Get_rank() >= first_node))
+
+        return Group("data", Nodes(world.data.comm.Dup()))
+
+    for length in (EXTRA, 1000, 100_003):
+        shared = open_node_sum(group_of(2), length)
+        assert shared is not None
+        assert shared.peers is not None
+        assert len(shared.parts) == 2
+        check(world, shared, length)
+    assert open_node_sum(group_of(3), 100) is None
+
+
 def main() -> None:
     """Everything on the ranks that there are."""
     world = connect()
@@ -85,6 +106,8 @@ def main() -> None:
             shared = open_node_sum(world.data, length)
             assert shared is not None
             check(world, shared, length)
+        if world.size == 4:
+            across_nodes(world)
         assert not [name for name in os.listdir(node_sum.FOLDER) if name.startswith("hpctrain-")]
         node_sum.FOLDER = "/nowhere" if world.rank == world.size - 1 else node_sum.FOLDER
         node_sum.FOLDER = "/nowhere" if world.rank == 0 else node_sum.FOLDER
