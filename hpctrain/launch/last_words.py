@@ -133,8 +133,10 @@ class WordFile:
 
     def end(self, word: LastWord) -> None:
         """Replaces the word in place. Does not raise: there is nobody left to tell."""
-        with contextlib.suppress(OSError), open(self.path, "r+b" if self.path.exists() else "wb") as file:
-            file.write(padded(word))
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "r+b" if self.path.exists() else "wb") as file:
+                file.write(padded(word))
 
 
 def padded(word: LastWord) -> bytes:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,19 @@ class Session:
             yield
         except Exception as caught:  # told to the others first, whatever it is
             error = caught
-        told = self.exchange(error, what, TIMEOUT_S if error is None else COMPANY_S * 5)
-        failed = [rank for rank, entry in enumerate(told or []) if entry is not None]
-        if error is not None:
-            if told is None:
-                raise error
-            raise Agreed(failed[0]) from error
-        if told and failed:
-            raise PeerFailed(failed[0], *told[failed[0]])
+        if error is None:
+            self.check_peers(what)
+        elif (told := self.exchange(error, what, COMPANY_S * 5)) is not None:
+            raise Agreed(lowest_failing(told)) from error
+        else:
+            raise error
+
+    def check_peers(self, what: str) -> None:
+        """Waits for all ranks; raises PeerFailed where another one comes with an error."""
+        told = self.exchange(None, what, TIMEOUT_S) or []
+        if any(told):
+            first = lowest_failing(told)
+            raise PeerFailed(first, *told[first])
 
     def exchange(self, error: BaseException | None, what: str, timeout_s: float) -> list[Any] | None:
         """What each rank has to report, (message, exit code) or None; None if the others do not come."""
@@ -159,10 +164,11 @@ class Session:
     def finish(self, outcome: Outcome) -> int:
         """An orderly end, on all ranks."""
         code = EXIT_CODES.get(outcome.reason, ExitCode.DONE)
+        self.check_peers("end")
         self.end(Ending(outcome.reason.value), code, step=outcome.step, weights_hash=outcome.weights_hash)
-        self.errors.barrier("end")
         if self.supervised:
             return ExitCode.DONE  # to mpirun any other code is a failure; the supervisor reads the word
+        self.errors.barrier("leave their last words")
         self.conclude()
         return code
 
@@ -181,7 +187,7 @@ class Session:
         if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
             print(trace, file=sys.stderr, flush=True)
         if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
-            first = next(rank for rank, entry in enumerate(told) if entry is not None)
+            first = lowest_failing(told)
         if not self.supervised and self.shows(first):
             self.tell(what, fix)
             self.conclude()
@@ -256,6 +262,11 @@ def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
         return session.fail(error, None)
     finally:
         signals.restore()
+
+
+def lowest_failing(told: Sequence[Any]) -> int:
+    """The first rank that reports something; one does."""
+    return next(rank for rank, entry in enumerate(told) if entry is not None)
 
 
 def message(error: BaseException) -> tuple[str, str]:
