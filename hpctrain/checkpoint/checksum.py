@@ -13,7 +13,9 @@ POLYNOMIAL = 0xEDB88320
 """CRC-32 of zlib, PNG and Ethernet; bit 31 is the coefficient of x**0."""
 ONE = 1 << 31
 SMALL_BYTES = 256 * 1024
-"""Parts below this are summed twice, in cache: cheaper than combining their sums."""
+"""Parts below this are summed twice: cheaper than combining their sums."""
+RUN_BYTES = 1 << 20
+"""Small parts in a row are summed again after so many bytes, while they are in the cache."""
 
 
 def multiply(first: int, second: int) -> int:
@@ -56,12 +58,16 @@ def checksums(buffer: NDArray[np.uint8], extents: Sequence[tuple[int, int]]) -> 
     """
     view = buffer.data
     whole = 0
-    summed = 0  # bytes that `whole` covers; small parts and gaps wait until a large part or the end
+    summed = 0  # bytes that `whole` covers
     sums = []
     for offset, length in extents:
-        crc = zlib.crc32(view[offset : offset + length])
+        end = offset + length
+        crc = zlib.crc32(view[offset:end])
         sums.append(crc)
         if length >= SMALL_BYTES:
             whole = combine(zlib.crc32(view[summed:offset], whole), crc, length)
-            summed = offset + length
+            summed = end
+        elif end - summed >= RUN_BYTES:
+            whole = zlib.crc32(view[summed:end], whole)
+            summed = end
     return zlib.crc32(view[summed:], whole), sums

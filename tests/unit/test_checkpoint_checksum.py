@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,10 +28,9 @@ def test_checksums_of_parts_and_whole(gaps_and_lengths: list[tuple[int, int]], t
         position += gap + length
     buffer = np.random.default_rng(position).integers(0, 256, position + tail, dtype=np.uint8)
     data = buffer.tobytes()
-    original, checksum.SMALL_BYTES = checksum.SMALL_BYTES, small  # so that both ways are taken
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # so that all ways are taken
+        patch.setattr(checksum, "SMALL_BYTES", small)
+        patch.setattr(checksum, "RUN_BYTES", 2 * small)
         whole, parts = checksum.checksums(buffer, extents)
-    finally:
-        checksum.SMALL_BYTES = original
     assert whole == zlib.crc32(data)
     assert parts == [zlib.crc32(data[offset : offset + length]) for offset, length in extents]
