@@ -81,6 +81,9 @@ def test_a_rank_that_is_disturbed_from_outside_is_found(
     lines = (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["state"] == "confirmed"]
     accusations = [event for event in events if event["kind"] in ACCUSING]
-    assert {event["rank"] for event in accusations} == {1}, events
-    assert accusations[0]["cause"] in ("compute", "mixed"), events
-    assert word in " ".join(accusations[-1]["evidence"]), events
+    of_victim = [event for event in accusations if event["rank"] == 1]
+    assert of_victim, events
+    assert of_victim[0]["cause"] in ("compute", "mixed"), events
+    assert word in " ".join(of_victim[-1]["evidence"]), events
+    for event in accusations:  # on a busy machine the other rank is disturbed too, and its counters say so
+        assert event["rank"] == 1 or "for a processor" in " ".join(event["evidence"]), events

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.clock import RingClock
-from hpctrain.monitor.shared import MARKED_PHASE, NO_PHASE, PID, STEPS, Layout, Reader, Slot
+from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, Layout, Reader, Slot
 from hpctrain.monitor.window import GC, REST, WORK, condense
 from hpctrain.train.clock import Phase
 
@@ -88,6 +88,11 @@ def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
         step(clock)
     assert reader.totals(30, 10) is None
     assert reader.totals(60, 34) is not None
+
+
+def test_a_rank_that_has_only_joined_is_not_silent(memory: int) -> None:
+    clock_on(memory, 0)
+    assert time.monotonic() - Reader.of(memory, LAYOUT).heads()[0, MARKED_AT] < 5
 
 
 def test_the_heartbeat_says_who_and_where(memory: int) -> None:
