@@ -35,6 +35,7 @@ from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import global_batch, make_plan
 from hpctrain.train.schedule import make_schedule
 from hpctrain.train.state import TrainState
+from hpctrain.train.verify import VerifyWeights
 
 if TYPE_CHECKING:
     from hpctrain.launch.rank import Session
@@ -107,6 +108,8 @@ def make_hooks(
     if config.train.early_stop.metric is not None:
         hooks.append(EarlyStop(config.train.early_stop))
     hooks.append(StopRequests(session.signals, run_dir))
+    if config.reduce.verify_every_steps is not None:
+        hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, run_dir.append_event, fresh))

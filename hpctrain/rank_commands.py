@@ -145,7 +145,7 @@ def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> Non
     if session.world.rank == 0:
         saved = run_dir.info().get("reducer") or {}
     saved = session.world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
-    if saved.get("ranks") == size:
+    if saved.get("ranks") == size and framework.chosen_reducer is None:
         framework.chosen_reducer = saved["reducer"]
 
     def announce(choice: Choice) -> None:

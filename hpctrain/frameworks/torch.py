@@ -161,6 +161,8 @@ class TorchFramework:
             loss = loss + total.detach()
             weight = weight + (part.detach() if isinstance(part, Tensor) else part)
             clock.mark(Phase.BACKWARD)
+        if not micro_batches:
+            clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
         totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
         return (float(loss), float(weight)), totals
 
