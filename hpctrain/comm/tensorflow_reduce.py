@@ -22,6 +22,7 @@ from hpctrain.comm.tensorflow_flat import ROW, FlatGradients
 from hpctrain.comm.totals import SLOTS
 from hpctrain.comm.world import World
 from hpctrain.config import ReduceConfig
+from hpctrain.errors import UserError
 
 
 class Reducer(Protocol):
@@ -177,8 +178,13 @@ class _Rehearsal:
 def possible(config: ReduceConfig, world: World) -> list[Candidate]:
     """What may be chosen from on these ranks; raises UserError where the configuration cannot be met. Collective.
 
-    Gradients are sent after backward here, never during it.
+    Gradients are sent after backward, never during it: the monitor needs to know when a rank has finished its own work.
     """
+    if config.overlap == "on":
+        raise UserError(
+            "reduce.overlap is on, but Keras gradients travel after the backward pass",
+            "leave reduce.overlap at auto",
+        )
     group = world.data
     horovod = False
     if group.size > 1 and config.kind == "auto":

@@ -82,11 +82,17 @@ def accuracy(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 def make_framework(
-    world: World, model: Any = plain_model, loss: Any = mean_loss, kind: str = "auto", reduce: Any = (), **train: Any
+    world: World,
+    model: Any = plain_model,
+    loss: Any = mean_loss,
+    optimizer: Any = lambda: keras.optimizers.Adam(1e-2),
+    kind: str = "auto",
+    reduce: Any = (),
+    **train: Any,
 ) -> KerasFramework:
     """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
     begin_task(7, train.get("precision", "fp32"))
-    task = KerasTask(model(), loss, keras.optimizers.Adam(1e-2), None, metrics={"accuracy": accuracy})
+    task = KerasTask(model(), loss, optimizer(), None, metrics={"accuracy": accuracy})
     settings = TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train)
     config = Config(
         name="test",

@@ -258,6 +258,15 @@ def test_the_learning_rate_is_a_multiple_of_the_optimizers_own() -> None:
     assert float(framework.task.optimizer.learning_rate) == pytest.approx(2e-2)
 
 
+def test_a_keras_schedule_stays_where_the_run_file_has_none() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    framework = make_framework(alone(), optimizer=lambda: keras.optimizers.SGD(schedule))
+    train(framework, 2)
+    assert float(framework.task.optimizer.learning_rate) == pytest.approx(0.025)
+    with pytest.raises(UserError, match="both the run file's schedule and the Keras optimizer's own"):
+        framework.set_learning_rate(0.5)
+
+
 def refusal(**changed: Any) -> str:
     with pytest.raises(UserError) as caught:
         make_framework(alone(), **changed)
@@ -278,6 +287,9 @@ def made_in_float64() -> keras.Model:
 
 def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "no weights yet" in refusal(model=lambda: keras.Sequential([layers.Dense(3)]))
+    assert "travel after the backward pass" in refusal(reduce={"overlap": "on"})
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)
     assert "is float64" in refusal(model=made_in_float64)
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
 
