@@ -54,8 +54,8 @@ def sync(args: argparse.Namespace) -> int:
 
 def register(args: argparse.Namespace) -> int:
     """Registers the model of a checkpoint."""
-    from hpctrain.report.commands import find_run
     from hpctrain.register import register_model
+    from hpctrain.report.commands import find_run
 
     registered = register_model(find_run(args.run), args.step, args.uri, args.name)
     plain = f"model {registered['name']} version {registered['version']}: {registered['uri']}"

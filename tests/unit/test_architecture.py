@@ -46,7 +46,7 @@ HEAVY = {
     "torch": lambda path: path.name.startswith("torch"),
     "tensorflow": lambda path: path.name.startswith("tensorflow"),
     "keras": lambda path: path.name.startswith("tensorflow"),
-    "horovod": lambda path: path.parent.name in ("comm", "bench") or path.name.startswith(("doctor", "install_horovod")),
+    "horovod": lambda path: path.parent.name in ("comm", "bench"),
 }
 
 
