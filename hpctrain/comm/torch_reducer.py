@@ -157,7 +157,7 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
     if candidate.kind == "horovod":
         sum_: TensorSum = horovod_sum(group, layout, dtype, device, candidate.compression == "fp16")
     else:
-        sum_ = mpi_sum(candidate, group, layout, dtype, device)
+        candidate, sum_ = mpi_sum(candidate, group, layout, dtype, device)
 
     def ready(number: int) -> None:
         sum_.start(layout.buckets[number].begin, layout.buckets[number].end)

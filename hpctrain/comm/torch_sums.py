@@ -98,16 +98,19 @@ class TorchCodec:
 CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
 
 
-def mpi_sum(candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device) -> TensorSum:
-    """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message."""
-    host = _host_sum(candidate, group, layout, torch.empty(0, dtype=dtype).numpy().dtype)
-    return HostTensorSum(host) if device.type == "cpu" else StagedTensorSum(host, device)
+def mpi_sum(
+    candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
+) -> tuple[Candidate, TensorSum]:
+    """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message in its place."""
+    candidate, host = _host_sum(candidate, group, layout, torch.empty(0, dtype=dtype).numpy().dtype)
+    return candidate, HostTensorSum(host) if device.type == "cpu" else StagedTensorSum(host, device)
 
 
-def _host_sum(candidate: Candidate, group: Group, layout: Layout, dtype: np.dtype) -> HostSum:
+def _host_sum(candidate: Candidate, group: Group, layout: Layout, dtype: np.dtype) -> tuple[Candidate, HostSum]:
     if candidate.compression != "none":
-        return CompressedSum(group, layout.length, layout.length - layout.gradients, CODECS[candidate.compression])
+        extra = layout.length - layout.gradients
+        return candidate, CompressedSum(group, layout.length, extra, CODECS[candidate.compression])
     if candidate.way == "overlap":
-        return OverlappedSum(group, layout.length, dtype)
+        return candidate, OverlappedSum(group, layout.length, dtype)
     shared = open_node_sum(group, layout.length, dtype) if candidate.way == "node" else None
-    return shared or FlatSum(group, layout.length, dtype)
+    return (candidate, shared) if shared else (Candidate("mpi", "flat"), FlatSum(group, layout.length, dtype))
