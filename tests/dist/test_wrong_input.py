@@ -166,8 +166,8 @@ def test_ranks_that_do_not_find_each_other(tmp_path):
 
 
 def test_a_run_folder_that_is_in_use(tmp_path):
-    path = write_run(tmp_path, task_args={"step_s": 0.2}, train={"steps": 1000}, track={"every_steps": 1})
-    with started("run", "-n", 2, path) as first:
+    path = write_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
+    with started("run", "-n", 2, path, env={"STEP_S": "0.2"}) as first:
         wait_for("step", reaches_step(tmp_path, 2))
         refused(hpctrain("run", "-n", 2, path), 64, "in use by another live run", f"process {first.pid} on ")
         refused(hpctrain("train", path), 64, "in use by another live run")

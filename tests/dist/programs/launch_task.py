@@ -19,16 +19,14 @@ from hpctrain import TorchTask, World
 SAMPLES = 32
 
 
-def task(
-    world: World, mode: str = "", at: int = 4, rank: int = 1, step_s: float = 0.0, data: str = "", library: str = ""
-) -> TorchTask:
-    """A linear model on random numbers."""
+def task(world: World, mode: str = "", at: int = 4, rank: int = 1, data: str = "", library: str = "") -> TorchTask:
+    """A linear model on random numbers. STEP_S in the environment makes its steps take time."""
     if mode == "raise-in-task" and world.rank == rank:
         raise RuntimeError("this rank has no luck")
     if mode == "second-mpi":
         load_copy_of(library)
     model = torch.nn.Linear(3, 1)
-    misbehave = Misbehaviour(mode if world.rank == rank else "", at, step_s)
+    misbehave = Misbehaviour(mode if world.rank == rank else "", at, float(os.environ.get("STEP_S", 0)))
 
     def loss(outputs, batch):
         return misbehave((outputs[:, 0] - batch["y"]).square().mean())
