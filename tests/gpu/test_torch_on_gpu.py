@@ -1,0 +1,44 @@
+"""Training on a GPU: like on the CPU, alone and with ranks that share it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.mpi import mpirun
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests" / "dist" / "programs"
+
+pytestmark = pytest.mark.gpu
+
+
+def run(program: str, ranks: int, *arguments: str, **environment: str) -> Any:
+    """What a program prints as JSON."""
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT), **environment}, timeout=240)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_a_gpu_trains_as_the_cpu_does() -> None:
+    scenarios = ("auto", "clip", "weighted", "accumulate", "interrupted")
+    on_gpu = run("torch_training.py", 1, *scenarios)
+    on_cpu = run("torch_training.py", 1, *scenarios, CUDA_VISIBLE_DEVICES="")
+    for name in scenarios[:-1]:
+        np.testing.assert_allclose(on_gpu[name]["losses"], on_cpu[name]["losses"], rtol=1e-3)
+    assert on_gpu["interrupted"]["same"] == [True]
+
+
+@pytest.mark.world_size(2)
+def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
+    ways = ("mpi-node", "mpi-flat", "mpi-overlap", "fp16-wire", "overflowing")
+    found = run("torch_training.py", 2, *ways)
+    wanted = run("torch_plain_loop.py", 1, "mean")
+    for way in ways[:3]:
+        np.testing.assert_allclose(found[way]["losses"], wanted, rtol=1e-3)
+    for way in ways[:4]:
+        assert len(set(found[way]["hashes"])) == 1
+    assert found["overflowing"]["after"] == [[True, 0.5], [True, 0.5]]
