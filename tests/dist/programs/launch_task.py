@@ -26,7 +26,7 @@ def task(world: World, mode: str = "", at: int = 4, rank: int = 1, data: str = "
     if mode == "second-mpi":
         load_copy_of(library)
     model = torch.nn.Linear(3, 1)
-    misbehave = Misbehaviour(mode if world.rank == rank else "", at, float(os.environ.get("STEP_S", 0)))
+    misbehave = Misbehaviour(mode if world.rank == rank else "", at, float(os.environ.get("STEP_S", "0")))
 
     def loss(outputs, batch):
         return misbehave((outputs[:, 0] - batch["y"]).square().mean())
