@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 from hpctrain.monitor import statistics
 from hpctrain.monitor.baseline import Baseline
 from hpctrain.monitor.cause import NETWORK, cause_of
+from hpctrain.monitor.pauses import RECENT, Pauses
 from hpctrain.monitor.verdict import Change, Hysteresis, Kind, State, Verdict
 from hpctrain.monitor.window import CAUSES, GC, Window
 
 Array = NDArray[np.floating]
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class Judge:
         self.accused: dict[int, Hysteresis] = {}
         self.conditions: dict[Kind | tuple[Kind, int], Hysteresis] = {}
         self.extra: dict[int, Array] = defaultdict(lambda: np.zeros(len(CAUSES)))
-        self.memory: deque[tuple[Counts, Array, float]] = deque(maxlen=64)
-        self.bursts = np.zeros((len(hosts), len(CAUSES)))
+        self.pauses = Pauses(len(hosts))
         self.measures: Measures | None = None
 
     def judge(self, window: Window) -> list[Verdict]:
@@ -94,9 +92,9 @@ class Judge:
         verdicts = self.condition(Kind.ABSTAIN, window, False, True)
         busy = window.busy - statistics.work_explains(window.busy, window.work)
         self.measures = now = self.measure(window, busy)
-        self.remember_pauses(window, busy)
+        self.pauses.add(window, busy)
         own = self.baseline.growth(window, now.medians)
-        verdicts += self.ranks(now, own) + self.pauses(window) + self.imbalance(now, busy)
+        verdicts += self.ranks(now, own) + self.pausing(window) + self.imbalance(now, busy)
         if own is not None:
             verdicts += self.change_of_all(window, own)
         self.baseline.learn(window, now.medians)
@@ -124,6 +122,7 @@ class Judge:
         many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
         if (group := self.slow_group(now.medians, own)) is not None:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
+        many = bool(many and not slow.all())
         verdicts += self.condition(
             Kind.MANY,
             window,
@@ -198,9 +197,7 @@ class Judge:
                         hosts=(host,),
                         cause=cause_of(extra, normal) if extra.any() else "",
                         slowdown=float(now.excess[places].mean()),
-                        cost=statistics.cost_of_group(window.busy, window.wait, together)
-                        if not together.all()
-                        else 0.0,
+                        cost=statistics.cost_of_group(window.busy, window.wait, together),
                         note="together with the other slow ranks" if together.sum() > len(group) else "",
                     )
                 )
@@ -216,7 +213,7 @@ class Judge:
     def uneven(self, now: Measures) -> list[Verdict]:
         """Two or three ranks that differ since the start."""
         since_start = self.baseline.excess()
-        if since_start is None:
+        if since_start is None or len(since_start) != len(now.window.ranks):
             return []
         worst = int(np.argmax(since_start))
         return self.condition(
@@ -244,56 +241,33 @@ class Judge:
 
     # --- pauses ------------------------------------------------------------------------------------------------------
 
-    def remember_pauses(self, window: Window, busy: Array) -> None:
-        """Adds the window's pauses to the memory of the last 64."""
-        counts, seconds = np.zeros(len(self.hosts), dtype=np.int64), np.zeros(len(self.hosts), dtype=np.float32)
-        counts[window.ranks], seconds[window.ranks] = statistics.pauses(busy)
-        self.memory.append((counts, seconds, statistics.step_seconds(window.busy, window.wait)))
-        self.bursts *= 7 / 8
-        self.bursts[window.ranks] += window.mean - window.typical
-
-    def pauses(self, window: Window) -> list[Verdict]:
+    def pausing(self, window: Window) -> list[Verdict]:
         """Pauses of one rank, or of changing ranks."""
-        verdicts: list[Verdict] = []
-        guilty: set[int] = set()
-        recent = self.sums(8)
-        for counts, seconds, total in (recent, self.sums(64)):
-            for rank in np.flatnonzero(seconds >= self.rule.pauses * total).tolist():
-                chance = statistics.chance_of_so_many(int(counts[rank]), int(counts.sum()), len(window.ranks))
-                if chance * len(window.ranks) < self.rule.luck:
-                    guilty.add(rank)
-        counts, seconds, total = recent
-        watched = guilty | {key[1] for key in self.conditions if isinstance(key, tuple)}
+        counts, cost = self.pauses.sums(RECENT)
+        owners = self.pauses.owners(self.rule.pauses, self.rule.luck)
         normal = np.median(window.typical, axis=0)
-        for rank in sorted(watched):
+        verdicts: list[Verdict] = []
+        for rank in sorted(owners | {key[1] for key in self.conditions if isinstance(key, tuple)}):
+            goes_on = bool(cost[rank] >= 0.4 * self.rule.pauses)
             verdicts += self.condition(
                 (Kind.PAUSES, rank),
                 window,
-                rank in guilty and not self.is_confirmed(rank),
-                bool(seconds[rank] < 0.02 * total),
+                rank in owners and goes_on and not self.is_confirmed(rank),
+                not goes_on,
                 ranks=(rank,),
-                cause=cause_of(self.bursts[rank], normal),
-                slowdown=float(seconds[rank] / total),
-                cost=float(seconds[rank] / total),
+                cause=cause_of(self.pauses.bursts[rank], normal),
+                slowdown=float(cost[rank]),
+                cost=float(cost[rank]),
             )
-        lost = float(seconds.sum() / total)
-        everyone = self.bursts.sum(axis=0)
+        lost = float(cost.sum())
+        everyone = self.pauses.bursts.sum(axis=0)
         return verdicts + self.condition(
             Kind.ROTATING,
             window,
-            lost >= self.rule.rotating and not guilty and int((counts > 0).sum()) > 1,
-            lost < 0.5 * self.rule.rotating or bool(guilty),
+            lost >= self.rule.rotating and not owners and int((counts > 0).sum()) > 1,
+            lost < 0.5 * self.rule.rotating or bool(owners),
             cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else cause_of(everyone, normal),
             cost=lost,
-        )
-
-    def sums(self, windows: int) -> tuple[Counts, Array, float]:
-        """[N] pauses, [N] seconds lost to them, and all seconds, over the last windows."""
-        last = list(self.memory)[-windows:]
-        return (
-            np.sum([counts for counts, _, _ in last], axis=0),
-            np.sum([seconds for _, seconds, _ in last], axis=0),
-            max(math.fsum(total for _, _, total in last), 1e-9),
         )
 
     def is_confirmed(self, rank: int) -> bool:

@@ -72,6 +72,8 @@ def cost_of_each(busy: Array, wait: Array) -> Array:
 
 def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float:
     """Share of the window that would be saved were all these ranks no slower than the slowest of the rest."""
+    if members.all():
+        return 0.0
     rest = busy[~members].max(axis=0)
     return float(np.maximum(busy.max(axis=0) - rest, 0).sum() / step_seconds(busy, wait))
 

@@ -113,6 +113,16 @@ def test_one_ranks_pauses_are_its_own() -> None:
     assert outcome.of(Kind.PAUSES)[0].cause == "gc"
 
 
+def test_pauses_that_end_are_cleared() -> None:
+    trace = traces.slowed(healthy(6, steps=2560, blips=0), 4, Phase.DATA, 0.2, 200, every=10, end=900)
+    outcome = judged(trace)
+    assert [(verdict.state, verdict.ranks) for verdict in outcome.verdicts if verdict.kind is Kind.PAUSES] == [
+        (State.SUSPECT, (4,)),
+        (State.CONFIRMED, (4,)),
+        (State.CLEARED, (4,)),
+    ]
+
+
 @pytest.mark.parametrize("every", [10, 100])
 def test_logging_or_evaluation_on_rank_0_only_is_called_callbacks(every: int) -> None:
     trace = healthy(7, steps=3200, blips=0)
