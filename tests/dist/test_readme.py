@@ -1,0 +1,76 @@
+"""The README does what it says: its task, its run file and its commands, as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import PROJECT, events, hpctrain
+
+README = (PROJECT / "README.md").read_text(encoding="utf-8")
+TASKS = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
+SHORTER = {"examples/chartext.yaml": ["--train.steps", "5"], "submit": ["--dry-run"]}
+"""What is added to commands that would take minutes, or need a cluster."""
+ELSEWHERE = ("hpctrain status", "hpctrain install-horovod")
+"""Commands that need what this test does not make; tests/slurm and tests/dist/test_horovod_wheel.py run them."""
+
+
+def block(text: str, language: str, number: int = 0) -> str:
+    """A fenced block of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)[number]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The ``hpctrain`` commands in a page's console blocks."""
+    lines = [line for part in re.findall(r"```console\n(.*?)```", text, re.S) for line in part.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("hpctrain ")]
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path) -> Path:
+    """A folder with the README's files and the examples."""
+    shutil.copytree(PROJECT / "examples", tmp_path / "examples")
+    (tmp_path / "wave.py").write_text(block(README, "python"))
+    (tmp_path / "wave.yaml").write_text(block(README, "yaml"))
+    shutil.copy(tmp_path / "wave.yaml", tmp_path / "run.yaml")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+def test_every_command_of_the_readme(newcomer: Path) -> None:
+    found = commands(README)
+    assert len(found) >= 6
+    for words in found:
+        if " ".join(["hpctrain", *words]).startswith(ELSEWHERE):
+            continue
+        more = [word for key, extra in SHORTER.items() if key in words for word in extra]
+        fresh = ["--fresh"] if (newcomer / "runs/wave").exists() and "wave.yaml" in words else []
+        codes = None if words[0] == "doctor" else 0  # doctor's code tells of this machine
+        hpctrain(*words, *more, *fresh, cwd=newcomer, timeout=250, code=codes)
+    assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
+    assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.05, "sin(x) is learnt"
+
+
+@pytest.mark.slow
+def test_the_keras_task_of_the_docs(newcomer: Path) -> None:
+    (newcomer / "wave.py").write_text(block(TASKS, "python"))
+    hpctrain("train", "wave.yaml", cwd=newcomer)
+    assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.1
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")), PROJECT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"
+
+
+def test_the_loops_by_hand_are_as_short_as_promised() -> None:
+    for name in ("own_loop_torch.py", "own_loop_keras.py"):
+        lines = (PROJECT / "examples" / name).read_text(encoding="utf-8").splitlines()
+        assert len([line for line in lines if line.strip() and not line.strip().startswith("#")]) <= 40
