@@ -141,11 +141,14 @@ def table(result: dict[str, Any]) -> str:
             f"{row['rank_windows']} healthy windows of one of {row['ranks']} ranks: "
             f"{row['false_confirmations']} false confirmations"
         )
-    lines += ["", f"{'slow by':>7} {'detector':<28} {'found':>7} {'innocents/trial':>15} {'p95 steps':>9}"]
+    lines += [
+        "",
+        f"{'slow by':>7} {'detector':<28} {'found':>7} {'innocents':>9} {'p95 steps':>9} {'blames if one is fast':>21}",
+    ]
     for row in result["detectors"]:
         lines.append(
             f"{row['share']:>+7.0%} {row['detector']:<28} {row['found']:>7.1%} "
-            f"{row['innocents_per_trial']:>15.3f} {row['latency_p95']:>9.0f}"
+            f"{row['innocents_per_trial']:>9.3f} {row['latency_p95']:>9.0f} {row['blames_for_a_fast_rank']:>21.2f}"
         )
     lines.append("")
     for row in result["cost"]:
