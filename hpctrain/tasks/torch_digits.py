@@ -37,7 +37,7 @@ def accuracy(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tens
     return (logits.argmax(1) == batch["label"]).float().mean()
 
 
-def task(data: str = "data/digits", lr: float = 2e-3) -> TorchTask:
+def task(data: str = "data/digits", lr: float = 5e-3) -> TorchTask:
     """The task; ``data`` is the folder that holds its HDF5 files, made on first use."""
     train, validation = pack(data)
     network = Network()
