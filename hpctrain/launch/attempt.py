@@ -19,7 +19,7 @@ from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord, collect
 from hpctrain.launch.live_lock import LiveLock
 from hpctrain.launch.output import say
 from hpctrain.launch.passing import Passing
-from hpctrain.launch.postmortem import all_ended_well, complete, hang, missing_ranks
+from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.signals import StopSignals
 from hpctrain.launch.verdict import Action, Stop, Verdict, decide
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
@@ -91,7 +91,7 @@ class Attempt:
         """Starts the ranks, watches until all are gone, and decides."""
         self.watch()
         text = self.launcher_text() + (self.passing.text if self.passing is not None else "")
-        deaths = launchers.deaths(text) if self.failure is None else []
+        deaths = launchers.deaths(text, died_first(self.run_dir, self.number)) if self.failure is None else []
         told = collect(self.run_dir, self.number)
         words = [complete(word, deaths, told) for word in told]
         attempts = [*self.run_dir.attempts()]

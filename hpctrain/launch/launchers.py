@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 
 OUT_OF_MEMORY = "was killed by the kernel: out of memory"
@@ -47,12 +48,17 @@ LOST_NODE = re.compile(
 )
 
 
-def deaths(text: str) -> list[Death]:
+def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     """Processes that the launcher saw end badly by themselves, first ones first.
 
     Text of Open MPI 4 and 5, MPICH's hydra and srun is understood. Ranks that called MPI_Abort are not deaths: they
-    left a word.
+    left a word. srun reports deaths in any order, and those of its victims too: where it is known from elsewhere which
+    ranks ``died_first``, all others are their victims.
     """
+    if died_first:
+        found = [_srun(rank, host, how) for host, tasks, how in SRUN.findall(text) for rank in expand(tasks)]
+        if known := [death for death in found if death.rank in died_first]:
+            return known
     found = [
         Death(int(rank), int(pid) or None, host, signal=int(number))
         for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)

@@ -52,17 +52,27 @@ def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
 
 def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
     """Why the monitor ended the ranks, if it did; their deaths are its doing then."""
-    try:
-        told = events.decode(run_dir.monitor_events.read_bytes())
-    except OSError:
-        return None
-    for event in told:
-        ended = event["event"] == "hang" and event.get("kind") == "hung" and event.get("action") == "abort"
-        if ended and event["attempt"] == attempt:
+    for event in _hangs(run_dir, attempt):
+        if event.get("kind") == "hung" and event.get("action") == "abort":
             culprit = next((rank["rank"] for rank in event["ranks"]), None)
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
             return Verdict(Action.REQUEUE, ExitCode.FAILURE, event["sentence"], fix, culprit, cause="hang")
     return None
+
+
+def died_first(run_dir: RunDir, attempt: int) -> list[int]:
+    """Ranks whose death the monitor heard of before any other's."""
+    told = next((event for event in _hangs(run_dir, attempt) if event.get("kind") == "died"), None)
+    return [rank["rank"] for rank in told["ranks"]] if told else []
+
+
+def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:
+    """What the monitor said of ranks that hang or died in an attempt."""
+    try:
+        told = events.decode(run_dir.monitor_events.read_bytes())
+    except OSError:
+        return []
+    return [event for event in told if event["event"] == "hang" and event["attempt"] == attempt]
 
 
 def missing_ranks(words: Sequence[LastWord], ranks: int, text: str, log: Path) -> Verdict | None:

@@ -9,20 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, until
 from tests.slurm.run import Run
 
 
 @pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A memory control group with little room (version 1)."""
-    folder = Path("/sys/fs/cgroup/memory") / f"hpctrain-test-{os.getpid()}"
+def small_node(cluster: Cluster) -> Iterator[None]:
+    """Node n1 gets little memory, by a control group (version 1) that its daemon and all jobs on it are in."""
+    root = Path("/sys/fs/cgroup/memory")
+    folder = root / f"hpctrain-test-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / "memory.limit_in_bytes").write_text(str(600 * 2**20))
+        (folder / "memory.limit_in_bytes").write_text(str(2 * 2**30))
     except OSError as error:
         pytest.skip(f"memory control groups cannot be made here: {error}")
-    yield folder
+    (folder / "cgroup.procs").write_text(str(cluster.init("n1")))
+    yield
+    for pid in (folder / "cgroup.procs").read_text().split():
+        (root / "cgroup.procs").write_text(pid)
+    until(lambda: not (folder / "cgroup.procs").read_text(), 20)
     folder.rmdir()
 
 
@@ -124,8 +129,8 @@ def test_a_read_only_scratch_is_named(train: Callable[..., Run], cluster: Cluste
     assert "--exclude n2" in str(verdict["fix"])
 
 
-def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_memory: Path) -> None:
-    run = train(0.02, fault="eat", rank=1, launch={"max_failures": 1, "env": {"TEST_CGROUP": str(small_memory)}})
+def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_node: None) -> None:
+    run = train(0.02, fault="eat", rank=1, launch={"max_failures": 1})
     job = run.submit()
     run.wait(job, "FAILED", timeout=90)
     verdict = first_verdict(run)

@@ -23,7 +23,7 @@ def test_digits_on_two_nodes(train: Callable[..., Run], reference: dict[str, str
 
 
 def test_time_limit_ends_with_the_same_weights(train: Callable[..., Run], undisturbed: str) -> None:
-    run = train(0.5, slurm={"time": "1", "signal_s": 45}, track={"every_steps": 1}, checkpoint={"interval": "none"})
+    run = train(0.25, slurm={"time": "1", "signal_s": 42}, track={"every_steps": 1}, checkpoint={"interval": "none"})
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED", timeout=180)
     assert run.verdicts()[-1] == "done", run.log()
@@ -65,6 +65,7 @@ def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
     run.hpctrain("cancel", run.folder)
     run.wait(job, "CANCELLED", timeout=30)
     assert run.status()["state"] == "CANCELLED"
+    assert run.verdicts() == ["stop"], "nobody starts it again"
     run.wait_for(lambda: not run.cluster.processes(run.marker), timeout=20)
 
 

@@ -87,3 +87,15 @@ def test_lists_of_tasks_expand(tasks):
 @given(st.text(max_size=300))
 def test_any_text_is_understood_as_something(text):
     deaths(text)
+
+
+def test_victims_that_srun_reports_first_are_no_culprits() -> None:
+    text = (
+        "srun: error: n2: task 2: Exited with exit code 14\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=4.1\n"
+        "srun: error: n2: task 3: Killed\n"
+        "srun: error: n1: tasks 0-1: Killed\n"
+    )
+    assert [death.rank for death in deaths(text)] == [2]
+    assert [(death.rank, death.signal) for death in deaths(text, died_first=[3])] == [(3, 9)]
+    assert [death.rank for death in deaths(text, died_first=[7])] == [2]

@@ -20,6 +20,10 @@ FINAL = {Action.DONE, Action.STOP, Action.FAIL, Action.DO_NOT_REQUEUE}
 """Ends after which somebody has to act: requeues count anew."""
 
 
+class Ended(UserError):
+    """Slurm is ending the job already."""
+
+
 def requeue(config: Config, run: RunDir, job: Job) -> bool:
     """Has Slurm run the job again; whether Slurm will end this process for it.
 
@@ -27,11 +31,15 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     submitted anew.
 
     Raises:
+        Ended: somebody has cancelled the job, or Slurm itself requeues it.
         UserError: the site does not requeue.
         NoRequeue: the cap is reached.
         RunFailed: Slurm refused.
     """
     slurm = config.launch.slurm
+    # scancel, preemption and time limit send the same signals; only after the last is it for us to go on.
+    if (state := client.job_fields(job.id).get("JobState")) in ("CANCELLED", "PREEMPTED"):
+        raise Ended(f"Slurm has {state.lower()} the job", "hpctrain resume goes on from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     if count(run.attempts()) > slurm.max_requeues:

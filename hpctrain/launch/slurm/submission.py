@@ -21,8 +21,9 @@ from hpctrain.launch.slurm import client, profile
 from hpctrain.launch.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run_dir import RunDir, write_atomically
 
-ALIVE = frozenset(
-    ["PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"]
+ALIVE = (
+    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
+    *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
 )
 """States of jobs that may still act on the run folder."""
 

@@ -102,8 +102,10 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
         return verdict.exit_code
     try:
         restarts = requeue.requeue(config, run_dir, job)
-    except NoRequeue as error:
-        final = Verdict(Action.DO_NOT_REQUEUE, error.exit_code, f"{verdict.reason}; {error.what}", error.fix)
+    except (NoRequeue, requeue.Ended) as error:
+        action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
+        code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
+        final = Verdict(action, code, f"{verdict.reason}; {error.what}", error.fix)
         run_dir.end_attempt(run_dir.attempts()[-1]["attempt"], verdict=final.to_json())
         say(str(error))
         requeue.end_chain(run_dir, job)
