@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OUT_OF_MEMORY = "was killed by the kernel: out of memory"
 
@@ -20,6 +20,8 @@ class Death:
     signal: int | None = None
     exit_code: int | None = None
     out_of_memory: bool = False
+    maybe_victim: bool = False
+    """The launcher may have ended it itself, after another one."""
 
     @property
     def cause(self) -> str:
@@ -57,7 +59,7 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     """
     if died_first:
         found = [_srun(rank, host, how) for host, tasks, how in SRUN.findall(text) for rank in expand(tasks)]
-        if known := [death for death in found if death.rank in died_first]:
+        if known := [replace(death, maybe_victim=False) for death in found if death.rank in died_first]:
             return known
     found = [
         Death(int(rank), int(pid) or None, host, signal=int(number))
@@ -108,7 +110,7 @@ def _srun(rank: int, host: str, how: str) -> Death:
     if how.startswith("Out Of Memory"):
         return Death(rank, host=host, out_of_memory=True)
     number = next((number for name, number in SRUN_SIGNALS.items() if how.startswith(name)), None)
-    return Death(rank, host=host, signal=number)
+    return Death(rank, host=host, signal=number, maybe_victim=number in (signal.SIGKILL, signal.SIGTERM))
 
 
 def _hydra(pid: int, host: str, code: int) -> Death:

@@ -21,9 +21,9 @@ def complete(word: LastWord, deaths: Sequence[launchers.Death], words: Sequence[
     if word.ending is not Ending.RUNNING:
         return word
     death = next((d for d in deaths if d.rank == word.rank or (d.rank is None and d.pid == word.pid)), None)
-    if death is None:
-        failed = any(other.ending is Ending.FAILED for other in words) or bool(deaths)
-        return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed else Ending.VANISHED)
+    failed = any(other.ending is Ending.FAILED for other in words)
+    if death is None or (death.maybe_victim and failed):
+        return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed or deaths else Ending.VANISHED)
     local = word.host == socket.gethostname()
     memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
     cause = launchers.OUT_OF_MEMORY if memory else death.cause

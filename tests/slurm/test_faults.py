@@ -57,7 +57,7 @@ def test_requeues_have_a_cap(train: Callable[..., Run]) -> None:
 
 
 def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
-    run = train(0.02, fault="exit", rank=1, launch={"max_failures": 1})
+    run = train(0.02, fault="exit", rank=1, at=5, launch={"max_failures": 1})
     job = run.submit()
     run.wait(job, "FAILED", timeout=90)
     verdict = first_verdict(run)
@@ -65,7 +65,7 @@ def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
 
 
 def test_a_hanging_rank_ends_the_attempt(train: Callable[..., Run]) -> None:
-    run = train(0.02, fault="hang", rank=3, launch={"max_failures": 1}, monitor={"hang_s": 5})
+    run = train(0.02, fault="hang", rank=3, at=5, launch={"max_failures": 1}, monitor={"hang_s": 5})
     job = run.submit()
     run.wait(job, "FAILED", timeout=90)
     hang = run.events("hang")[0]
@@ -130,7 +130,7 @@ def test_a_read_only_scratch_is_named(train: Callable[..., Run], cluster: Cluste
 
 
 def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_node: None) -> None:
-    run = train(0.02, fault="eat", rank=1, launch={"max_failures": 1})
+    run = train(0.02, fault="eat", rank=1, at=5, launch={"max_failures": 1})
     job = run.submit()
     run.wait(job, "FAILED", timeout=90)
     verdict = first_verdict(run)

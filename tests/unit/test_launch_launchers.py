@@ -99,3 +99,9 @@ def test_victims_that_srun_reports_first_are_no_culprits() -> None:
     assert [death.rank for death in deaths(text)] == [2]
     assert [(death.rank, death.signal) for death in deaths(text, died_first=[3])] == [(3, 9)]
     assert [death.rank for death in deaths(text, died_first=[7])] == [2]
+
+
+def test_whom_srun_killed_may_be_a_victim() -> None:
+    text = "srun: error: n1: tasks 0-1: Killed\nsrun: error: n2: task 2: Segmentation fault\n"
+    assert [death.maybe_victim for death in deaths(text)] == [True, True, False]
+    assert not deaths(text, died_first=[0])[0].maybe_victim
