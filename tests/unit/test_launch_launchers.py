@@ -53,7 +53,7 @@ HYDRA = """
         (OPEN_MPI_EARLY, [Death(1, 12478, "vm")]),
         (OPEN_MPI_ABORT, []),
         (HYDRA, [Death(pid=22997, host="localhost", signal=9)]),
-        ("srun: error: n1: task 1: Killed\n", [Death(1, host="n1", signal=9)]),
+        ("srun: error: n1: task 1: Killed\n", [Death(1, host="n1", signal=9, maybe_victim=True)]),
         ("srun: error: n2: tasks 2-3: Exited with exit code 7\n", [Death(r, host="n2", exit_code=7) for r in (2, 3)]),
         ("srun: error: n1: task 0: Out Of Memory\n", [Death(0, host="n1", out_of_memory=True)]),
         ("srun: error: n1: task 0: Segmentation fault (core dumped)\n", [Death(0, host="n1", signal=11)]),
