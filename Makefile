@@ -30,7 +30,7 @@ torture: setup-dev
 	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py
 
 bench: setup-dev
-	for name in step reduce data checkpoint straggler scaling; do $(BIN)/hpctrain bench $$name || exit; done
+	for name in step reduce data checkpoint straggler; do $(BIN)/hpctrain bench $$name || exit; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
