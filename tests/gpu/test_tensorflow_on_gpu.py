@@ -1,0 +1,42 @@
+"""Not verified (needs a TensorFlow built for GPUs): Keras on a GPU trains like on the CPU, alone and on shared GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.mpi import mpirun
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "dist" / "programs" / "tensorflow_training.py"
+
+pytestmark = pytest.mark.gpu
+
+
+def run(ranks: int, *scenarios: str, **environment: str) -> Any:
+    """What the scenarios gave."""
+    tf = pytest.importorskip("tensorflow")
+    if not tf.test.is_built_with_cuda():
+        pytest.skip("this TensorFlow is built for CPUs")
+    result = mpirun(ranks, PROGRAM, *scenarios, env={"PYTHONPATH": str(ROOT), **environment}, timeout=240)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_a_gpu_trains_as_the_cpu_does() -> None:
+    scenarios = ("auto", "clip", "weighted", "accumulate")
+    on_gpu = run(1, *scenarios)
+    on_cpu = run(1, *scenarios, CUDA_VISIBLE_DEVICES="")
+    for name in scenarios:
+        np.testing.assert_allclose(on_gpu[name]["losses"], on_cpu[name]["losses"], rtol=1e-3)
+
+
+@pytest.mark.world_size(2)
+def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
+    found = run(2, "mpi")["mpi"]
+    wanted = run(1, "auto", CUDA_VISIBLE_DEVICES="")["auto"]
+    assert len(set(found["hashes"])) == 1
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-3)
