@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.conftest import NOT_PERMITTED
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
 NODES = ("n1", "n2")
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -65,10 +67,12 @@ def missing() -> str | None:
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
     if absent:
         return f"{', '.join(absent)} not installed"
+    if not list(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so")) + list(Path("/usr/lib").glob("*/libpmix.so")):
+        return "libpmix-dev not installed: srun --mpi=pmix needs it"
     if os.geteuid() != 0:
-        return "needs root"
+        return NOT_PERMITTED + "the cluster needs root"
     if subprocess.run(["unshare", "--uts", "--pid", "--mount", "--fork", "true"], capture_output=True).returncode:
-        return "namespaces are not permitted here"
+        return NOT_PERMITTED + "namespaces"
     return None
 
 

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
     """A running Slurm with nodes n1 and n2."""
     if reason := slurm.missing():
-        pytest.skip(f"no Slurm: {reason}")
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "home").mkdir()
     checkout = Path(__file__).parents[2]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import NOT_PERMITTED
 from tests.slurm.cluster import Cluster, until
 from tests.slurm.run import Run
 
@@ -22,7 +23,7 @@ def small_node(cluster: Cluster) -> Iterator[None]:
         folder.mkdir()
         (folder / "memory.limit_in_bytes").write_text(str(2 * 2**30))
     except OSError as error:
-        pytest.skip(f"memory control groups cannot be made here: {error}")
+        pytest.skip(f"{NOT_PERMITTED}memory control groups: {error}")
     (folder / "cgroup.procs").write_text(str(cluster.init("n1")))
     yield
     for pid in (folder / "cgroup.procs").read_text().split():
