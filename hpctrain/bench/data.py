@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=256, help="samples read at a time (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all readers take turns (default 5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each reader's turn (default 0.3)")
+    parser.add_argument("--step-batch", type=int, default=2048, help="samples of such a step's batch (default 2048)")
     parser.add_argument("--step-ms", type=float, default=20.0, help="compute of the step beside which data is awaited")
     parser.add_argument("--steps", type=int, default=200, help="such steps (default 200)")
     parser.add_argument("--folder", type=Path, help="where to put the file: a folder on the disk in question")
@@ -46,14 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = make_file(Path(folder), args.samples, args.sample_bytes)
         rates = reading(path, args.samples, args.batch, args.rounds, args.seconds)
-        waits = [
-            {
-                "prefetch": prefetch,
-                "step_ms": args.step_ms,
-                **waiting(path, args.batch, prefetch, args.step_ms, args.steps),
-            }
-            for prefetch in (0, 2)
-        ]
+        waits = [waiting(path, args.step_batch, prefetch, args.step_ms, args.steps) for prefetch in (0, 2)]
     slow = rates["h5py, one by one"]
     rows = [{"reader": name, "samples_per_s": rate, "ratio_to_h5py": rate / slow} for name, rate in rates.items()]
     if args.json:
@@ -77,9 +71,9 @@ def reading(path: Path, samples: int, batch: int, rounds: int, seconds: float) -
     with h5py.File(path) as file, h5py.File(path.with_name("gzip.h5")) as packed:
         stored = file["x"]
         readers: Mapping[str, Read] = {
-            "h5py, one by one": lambda indices: np.stack([stored[index] for index in indices]),
+            "h5py, one by one": lambda indices: [stored[index] for index in indices],
             "h5py, sorted list": lambda indices: stored[np.unique(indices)],
-            "h5py, gzip, one by one": lambda indices: np.stack([packed["x"][index] for index in indices]),
+            "h5py, gzip, one by one": lambda indices: [packed["x"][index] for index in indices],
             "hpctrain": open_dataset(path).read,
             "hpctrain, gzip": open_dataset(path.with_name("gzip.h5")).read,
             "array in memory": open_dataset({"x": stored[:]}).read,
@@ -105,7 +99,7 @@ def rate(read: Read, order: Order, seconds: float) -> float:
 
 
 def waiting(path: Path, batch: int, prefetch: int, step_ms: float, steps: int) -> dict[str, float]:
-    """Share of the time, and median milliseconds, that steps of this much computing wait for their batches."""
+    """How long steps of this much computing wait for their batches: share of the time, and median."""
     dataset = open_dataset(path)
     data = TrainingData(dataset, Order(len(dataset), batch), rank=0, size=1, prefetch=prefetch)
     batches = data.starting_at(0, 0)
@@ -119,7 +113,8 @@ def waiting(path: Path, batch: int, prefetch: int, step_ms: float, steps: int) -
         waits.append(time.perf_counter() - asked)
     total = time.perf_counter() - begin
     data.close()
-    return {"wait_share": sum(waits) / total, "wait_ms": statistics.median(waits) * 1000}
+    share, median_ms = sum(waits) / total, statistics.median(waits) * 1000
+    return {"prefetch": prefetch, "batch": batch, "step_ms": step_ms, "wait_share": share, "wait_ms": median_ms}
 
 
 def compute(seconds: float) -> None:
@@ -138,7 +133,7 @@ def print_tables(rows: list[dict[str, Any]], waits: list[dict[str, Any]]) -> Non
     speeds = Table("random samples", "samples/s", "to h5py one by one")
     for row in rows:
         speeds.add_row(row["reader"], f"{row['samples_per_s']:,.0f}", f"{row['ratio_to_h5py']:.1f}x")
-    hidden = Table("prefetched batches", "waiting for data", "share of the time")
+    hidden = Table(f"prefetched, of {waits[0]['batch']} samples a step", "waiting for data", "share of the time")
     for row in waits:
         hidden.add_row(str(row["prefetch"]), f"{row['wait_ms']:.3f} ms", f"{row['wait_share']:.2%}")
     console = Console()

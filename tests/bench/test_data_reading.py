@@ -1,0 +1,18 @@
+"""Reading random small samples, and hiding it behind a step; in one run, so that both sides have the same machine."""
+
+import json
+
+import pytest
+
+from hpctrain.cli import main
+
+
+@pytest.mark.slow
+def test_random_samples_are_fast_and_their_reading_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "data", "--json", "--rounds", "3"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    rows = {row["reader"]: row for row in measured["rows"]}
+    assert rows["hpctrain"]["ratio_to_h5py"] >= 10
+    waits = {wait["prefetch"]: wait for wait in measured["waits"]}
+    assert waits[2]["wait_share"] < 0.02
+    assert waits[2]["wait_ms"] < waits[0]["wait_ms"]
