@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml
+	@echo "Results: runs/digits-torch (events.jsonl, checkpoints/, logs/). A page of plots: $(BIN)/hpctrain report runs/digits-torch"
 
 test: setup-dev
 	$(BIN)/python -m pytest
