@@ -149,18 +149,22 @@ def _orderly(
     step = max((word.step or 0 for word in words), default=0)
     if not any(word.ending is Ending.STOPPED for word in words):
         early = any(word.ending is Ending.EARLY for word in words)
-        return Verdict(Action.DONE, ExitCode.DONE, f"{'stopped early' if early else 'done'} after step {step}")
-    by = stop.by if stop else "a request"
+        when = f" after step {step}" if saves else ""
+        return Verdict(Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when)
+    by, again = stop.by if stop else "a request", "the same command resumes it"
+    if not saves and not (stop and stop.by_person):
+        reason = f"stopped by {by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
+        return Verdict(Action.REQUEUE, ExitCode.STOPPED, reason, again)
     if stop is None or stop.by_person:
-        return Verdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", "the same command resumes it")
-    if saves and attempts and not progressed(attempts[-1]):
+        return Verdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", again)
+    if attempts and not progressed(attempts[-1]):
         return Verdict(
             Action.DO_NOT_REQUEUE,
             ExitCode.DO_NOT_REQUEUE,
             f"stopped by {by} at step {step} without a new checkpoint: another attempt would come no further",
             "give the job more time, or let it signal its end earlier",
         )
-    return Verdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", "the same command resumes it")
+    return Verdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", again)
 
 
 def _blame_death(word: LastWord) -> Verdict:

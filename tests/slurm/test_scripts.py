@@ -54,7 +54,7 @@ def test_an_example_works_by_itself(new_run: Callable[..., Run], digits: Path, n
 def test_an_array_makes_a_run_of_each_element(new_run: Callable[..., Run]) -> None:
     run = new_run(launch={"command": ["bash", "-c", "echo seed $SEED"], "nodes": 1, "ranks_per_node": 1})
     sweep = run.file.parent / "sweep.txt"
-    sweep.write_text("# seeds\n--launch.env.SEED 'one $(id)'\n--launch.env.SEED two\n")
+    sweep.write_text("# seeds\n--launch.env '{\"SEED\": \"one $(id)\"}'\n--launch.env '{SEED: two}'\n")
     done = run.hpctrain("submit", run.file, "--array", sweep, "--at-once", 1, "--wait", "--json")
     job = json.loads(done.stdout.splitlines()[0])["jobs"][0]
     status = json.loads(run.hpctrain("status", run.folder, "--json").stdout)

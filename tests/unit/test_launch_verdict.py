@@ -93,3 +93,17 @@ def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
 def test_what_the_supervisor_ended_the_attempt_for_wins():
     hang = Verdict(Action.REQUEUE, ExitCode.FAILURE, "hang", cause="hang")
     assert decide(both(Ending.COMPLETED), [ADVANCED], 3, failure=hang).reason == "hang"
+
+
+@pytest.mark.parametrize(
+    ("stop", "action", "reason"),
+    [
+        (None, Action.REQUEUE, "asked to be run again"),
+        (SCHEDULER, Action.REQUEUE, "stopped by signal SIGUSR1"),
+        (PERSON, Action.STOP, "stopped by signal SIGINT"),
+    ],
+)
+def test_of_a_plain_command_no_checkpoint_is_expected(stop: Stop | None, action: Action, reason: str) -> None:
+    verdict = decide(both(Ending.STOPPED), [STUCK], max_failures=3, stop=stop, saves=False)
+    assert (verdict.action, verdict.exit_code) == (action, 75)
+    assert reason in verdict.reason
