@@ -58,7 +58,8 @@ class Recorder(BaseHook):
         self.write(step=step, ids=self.ids, loss=result.sums()["loss"])
         if step == self.options.get("kill_after") and self.rank == self.options.get("kill_rank", 0):
             os.kill(os.getpid(), signal.SIGKILL)
-        return StopReason.REQUESTED if step == self.options.get("stop_after") else None
+        stop_after = self.options.get("stop_after")
+        return StopReason.REQUESTED if stop_after is not None and step >= stop_after else None
 
 
 def checksums(framework: Framework) -> dict[str, int]:
