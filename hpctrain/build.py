@@ -15,6 +15,7 @@ from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.frameworks import tensorflow_runtime
 from hpctrain.launch.output import shown_columns
+from hpctrain.launch.staged import staged_args
 from hpctrain.launch.stop import StopRequests
 from hpctrain.monitor.clock import RingClock
 from hpctrain.monitor.hook import MonitorHook
@@ -61,7 +62,7 @@ def make_problem(config: Config, world: World) -> Problem:
     """
     tensorflow_runtime.set_environment(config.train.threads)
     with tensorflow_runtime.without_chatter():
-        task = load_task(config.task, config.task_args, world, config.seed, config.train.precision)
+        task = load_task(config.task, staged_args(config.task_args), world, config.seed, config.train.precision)
     train = open_dataset(task.train)
     data = config.data
     order = Order(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.cluster import Cluster
 from tests.slurm.run import STEPS, Run
 
 
@@ -80,3 +81,15 @@ def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: 
     job = run.hpctrain("resume", run.folder, "--parsable").stdout.strip()
     run.wait(job, "COMPLETED")
     assert run.weights() == undisturbed
+
+
+def test_data_is_staged_to_every_node(
+    train: Callable[..., Run], undisturbed: str, digits: Path, cluster: Cluster
+) -> None:
+    scratch = cluster.folder / "scratch"  # a file system of its own on each node
+    run = train(launch={"stage_in": [str(digits)]}, slurm={"scratch": str(scratch)})
+    job = run.submit()
+    run.wait(job, "COMPLETED", "FAILED", timeout=60)
+    assert run.weights() == undisturbed
+    for node in ("n1", "n2"):
+        assert "train.h5" in cluster.in_node(node, "find", scratch / f"hpctrain-{job}", "-name", "*.h5").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from hpctrain.errors import UserError
 from hpctrain.launch.slurm import stage
+from hpctrain.launch.staged import STAGED, staged_args
 
 
 def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
@@ -76,9 +78,9 @@ def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_paths_in_arguments_follow() -> None:
     values = {"data": "/a/x.h5", "more": ["/a/x.h5", 3], "deep": {"y": "/a/y.h5"}}
-    assert stage.staged_values(values, {"/a/x.h5": "/s/x.h5"}) == {
-        "data": "/s/x.h5", "more": ["/s/x.h5", 3], "deep": {"y": "/a/y.h5"},
-    }  # fmt: skip
+    environ = {STAGED: json.dumps({"/a/x.h5": "/s/x.h5"})}
+    assert staged_args(values, environ) == {"data": "/s/x.h5", "more": ["/s/x.h5", 3], "deep": {"y": "/a/y.h5"}}
+    assert staged_args(values, {}) == values
 
 
 def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config import Config
 from hpctrain.errors import HpctrainError, NoRequeue, UserError
@@ -33,8 +32,8 @@ class Prepared:
     launcher: Launcher
     python: str
     """Interpreter of the ranks: node-local where the environment was staged."""
-    task_args: Mapping[str, Any]
-    """The task's arguments, with paths of staged copies."""
+    copies: Mapping[str, str]
+    """Node-local copies by source, as the run file writes it."""
 
 
 def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
@@ -50,9 +49,9 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         NoRequeue: a host that cannot take part; it is named.
     """
     found = launchers(config, job)
-    interpreter, task_args = stage_in(config, run, job)
+    interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
-        return Prepared(found[0], interpreter, task_args)
+        return Prepared(found[0], interpreter, copies)
     failed: list[str] = []
     fix = ""
     for launcher in found:
@@ -61,7 +60,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
             print(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", file=sys.stderr, flush=True)
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
-            return Prepared(launcher, interpreter, task_args)
+            return Prepared(launcher, interpreter, copies)
         if not fatal.launcher:
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
         failed.append(f"{launcher.describe()}: {fatal.what}")
@@ -104,12 +103,12 @@ def python(config: Config) -> str:
     return "python3" if config.task and config.launch.slurm.wrap else sys.executable
 
 
-def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, Mapping[str, Any]]:
-    """Copies what launch.stage_in names to every node; the ranks' interpreter and the task's arguments."""
+def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]]:
+    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies."""
     launch = config.launch
     own = python(config)
     if not launch.stage_in and not launch.stage_environment:
-        return own, config.task_args
+        return own, {}
     if launch.slurm.wrap and launch.stage_environment:
         raise UserError(
             "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
@@ -125,8 +124,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, Mapping[str, A
     if "hpctrain: " in output:
         what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
         raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
-    targets = {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
-    return own, stage.staged_values(dict(config.task_args), targets)
+    return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
 
 
 def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:

@@ -16,7 +16,6 @@ import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 
@@ -44,15 +43,6 @@ def main() -> int:
 def target(folder: Path, source: Path) -> Path:
     """Where a source goes; sources of the same name get different folders."""
     return folder / hashlib.sha256(str(source).encode()).hexdigest()[:8] / source.name
-
-
-def staged_values(values: Any, targets: Mapping[str, str]) -> Any:
-    """Arguments of a task with each path that was staged replaced by that of its copy; pure."""
-    if isinstance(values, dict):
-        return {key: staged_values(value, targets) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [staged_values(value, targets) for value in values]
-    return targets.get(values, values) if isinstance(values, str) else values
 
 
 def stage(folder: Path, targets: Mapping[Path, Path]) -> None:

@@ -19,6 +19,7 @@ from hpctrain.launch.slurm import client, in_job, requeue
 from hpctrain.launch.slurm.directives import ranks_per_node
 from hpctrain.launch.slurm.job import Job, current
 from hpctrain.launch.slurm.submission import ALIVE, Submitted, record, settle, signal_s, submissions
+from hpctrain.launch.staged import STAGED
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import Action, Verdict
@@ -78,10 +79,9 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
         requeue.end_chain(run_dir, job)
         raise
     if config.task:
-        staged = [f"--task_args={json.dumps(prepared.task_args)}"] if prepared.task_args != config.task_args else []
         quiet = ["--verbose"] if verbose else []
         wrap = config.launch.slurm.wrap
-        command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *staged, *quiet]
+        command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *quiet]
     else:
         command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
     given = config.train.threads or config.launch.slurm.cpus_per_rank
@@ -89,6 +89,7 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     threads = given or threads_per_rank(cores, ranks_per_node(config.launch))
     env = rank_environment(config, job.ranks, threads, verbose, os.environ)
     env |= prepared.launcher.environment({**os.environ, **env})
+    env |= {STAGED: json.dumps(prepared.copies)} if prepared.copies else {}
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
