@@ -67,6 +67,13 @@ def test_lines_of_squeue() -> None:
     assert client.parse_queue("15|15|N/A|RUNNING|None|0:10|0:50|1:00|n[1-2]|x").id == "15"
 
 
+def test_mpi_types_of_old_and_new_slurm() -> None:
+    new = "MPI plugin types are...\n\tnone\n\tpmix\nspecific pmix plugin versions available: pmix_v4,pmix_v5\n"
+    old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"
+    assert client.parse_mpi_types(new) == ["none", "pmix", "pmix_v4", "pmix_v5"]
+    assert client.parse_mpi_types(old) == ["none", "pmi2", "pmix_v3"]
+
+
 def test_requeues_are_counted_since_somebody_acted() -> None:
     def attempts(*actions: str | None) -> list[dict[str, Any]]:
         return [{"verdict": {"action": action}} if action else {} for action in actions]

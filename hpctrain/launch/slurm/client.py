@@ -131,8 +131,16 @@ def job_fields(job: str) -> dict[str, str]:
 
 def mpi_types() -> list[str]:
     """What ``srun --mpi`` takes here."""
-    done = subprocess.run([find("srun"), "--mpi=list"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    return re.findall(r"^\s*(?:srun:\s+)?(\w+)$", done.stdout + done.stderr, re.MULTILINE)
+    words = [find("srun"), "--mpi=list"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return parse_mpi_types(done.stdout + done.stderr)
+
+
+def parse_mpi_types(text: str) -> list[str]:
+    """Names in ``srun --mpi=list``: one a line, and versions of PMIx after a colon."""
+    names = re.findall(r"^\s*(?:srun:\s+)?(\w+)$", text, re.MULTILINE)
+    versions = re.findall(r"available:\s*(.+)$", text, re.MULTILINE)
+    return names + [name for found in versions for name in re.findall(r"\w+", found)]
 
 
 def _advice(message: str) -> str:
