@@ -98,6 +98,7 @@ class Chief:
         """Findings of the last window only."""
         self.shown: Measures | None = None
         self.open_hang: OpenHang | None = None
+        self.has_ended_ranks = False
         self.next_live = 0.0
         self.first_beat: float | None = None
         self.said_who_is_missing = False
@@ -128,6 +129,8 @@ class Chief:
             self.write_live()
         if self.open_hang is not None:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
+        if self.has_ended_ranks:  # that they are gone now is no news
+            return []
         beats = [aged(beat, now - at) for at, group in self.beats.values() for beat in group]
         if len(beats) < len(self.hosts) and not self.begins_without(beats, now):
             return []
@@ -270,7 +273,10 @@ class Chief:
             action=action,
             sentence=text,
         )
-        return [Command(node, Message("kill")) for node in sorted(set(self.nodes))] if action == "abort" else []
+        if action != "abort":
+            return []
+        self.has_ended_ranks = True
+        return [Command(node, Message("kill")) for node in sorted(set(self.nodes))]
 
     # files
 

@@ -142,6 +142,10 @@ def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) 
     assert [rank["rank"] for rank in event["ranks"]] == [6, 7]
     assert (tmp_path / event["ranks"][0]["stack"]).read_text() == "stack of 6"
     assert "ranks wait" in said[0]
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 12, "gone"), 101.0)
+    assert chief.tick(101.1) == []
+    assert len(events_of(tmp_path)) == 1, "the ranks' end is the monitor's own doing"
 
 
 def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> None:
