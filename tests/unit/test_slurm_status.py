@@ -53,7 +53,7 @@ def test_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
-        client.parse_queue(f"{job}|{job}|N/A|{state}|None|1|2|3|n1|now")
+        client.parse_queue(f"{job}|{job}|N/A|{state}|1|2|3|n1|now|None")
         for job, state in (("1", "RUNNING"), ("2", "CANCELLED"))
     ]
     monkeypatch.setattr(client, "queue", lambda ids: entries)
@@ -62,9 +62,9 @@ def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, monkeypatch: 
 
 
 def test_lines_of_squeue() -> None:
-    entry = client.parse_queue("15|12|3|PENDING|Resources|0:00|1:00|1:00||N/A\n")
-    assert (entry.id, entry.state, entry.reason) == ("12_3", "PENDING", "Resources")
-    assert client.parse_queue("15|15|N/A|RUNNING|None|0:10|0:50|1:00|n[1-2]|x").id == "15"
+    entry = client.parse_queue("15|12|3|PENDING|0:00|1:00|1:00||N/A|Resources|or not\n")
+    assert (entry.id, entry.state, entry.reason) == ("12_3", "PENDING", "Resources|or not")
+    assert client.parse_queue("15|15|N/A|RUNNING|0:10|0:50|1:00|n[1-2]|x|None").id == "15"
 
 
 def test_mpi_types_of_old_and_new_slurm() -> None:

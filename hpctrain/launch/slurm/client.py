@@ -15,7 +15,7 @@ TIMEOUT_S = 60
 """A controller under load answers within a minute or not at all."""
 
 SEPARATOR = "|"
-QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%r", "%M", "%L", "%l", "%N", "%S")
+QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
 ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimit", "NodeList", "Start")
 
 
@@ -83,7 +83,8 @@ def queue(ids: Sequence[str]) -> list[QueueEntry]:
 
 def parse_queue(line: str) -> QueueEntry:
     """One line of squeue in our format."""
-    job, array, task, state, reason, elapsed, left, limit, nodes, start = line.strip().split(SEPARATOR)
+    # The reason comes last: it is free text.
+    job, array, task, state, elapsed, left, limit, nodes, start, reason = line.strip().split(SEPARATOR, 9)
     name = f"{array}_{task}" if task not in ("N/A", "") else job
     return QueueEntry(name, state, "" if reason == "None" else reason, elapsed, left, limit, nodes, start)
 

@@ -75,12 +75,8 @@ def find(name: str, site: Path) -> Path:
             return folder / f"{name}.toml"
     known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
     near = difflib.get_close_matches(name, known, n=1)
-    raise UserError(
-        f"there is no Slurm profile {name!r}",
-        f"did you mean {near[0]}?"
-        if near
-        else f"name one of {', '.join(known)}, or write {folders[0] / (name + '.toml')}",
-    )
+    fix = f"did you mean {near[0]}?" if near else f"name one of {', '.join(known)}, or write one to {folders[0]}"
+    raise UserError(f"there is no Slurm profile {name!r}", fix)
 
 
 def read(path: Path) -> Profile:
@@ -97,28 +93,24 @@ def read(path: Path) -> Profile:
 
 def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
     """The configuration with its empty fields filled from layers, the last one strongest."""
-    below: dict[str, Any] = {}
+    outer: dict[str, Any] = {}
+    inner: dict[str, Any] = {}
     for layer in profiles:
-        below = {**below, **_over(below, {key: value for key, value in layer.items() if key != "slurm"})}
-        below["slurm"] = {**below.get("slurm", {}), **_over(below.get("slurm", {}), layer.get("slurm", {}))}
-    slurm = dataclasses.replace(
-        launch.slurm, **_over(below.pop("slurm", {}), _given(launch.slurm), fill=True), profile=APPLIED
-    )
-    return dataclasses.replace(launch, **_over(below, _given(launch), fill=True), slurm=slurm)
+        outer = _over(outer, {key: value for key, value in layer.items() if key != "slurm"})
+        inner = _over(inner, layer.get("slurm", {}))
+    slurm = dataclasses.replace(launch.slurm, **_over(inner, _given(launch.slurm)), profile=APPLIED)
+    return dataclasses.replace(launch, **_over(outer, _given(launch)), slurm=slurm)
 
 
 def _given(section: LaunchConfig | SlurmConfig) -> dict[str, Any]:
     """Fields that the user gave: neither empty nor ``auto``."""
-    fields = {
-        entry.name: getattr(section, entry.name)
-        for entry in dataclasses.fields(section)
-        if entry.name in _allowed(type(section))
-    }
+    fields = {name: getattr(section, name) for name in _allowed(type(section))}
     return {name: value for name, value in fields.items() if value not in (None, (), {}, "auto")}
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any], fill: bool = False) -> dict[str, Any]:
-    merged = dict(below) if fill else {}
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the one above winning."""
+    merged = dict(below)
     for key, value in above.items():
         if isinstance(value, tuple) and key not in REPLACED:
             value = (*below.get(key, ()), *value)
