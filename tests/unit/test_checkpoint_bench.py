@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 def test_bench_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     options = ["--mb", "8", "--rounds", "1", "--saves", "3", "--folder", str(tmp_path), "--json"]

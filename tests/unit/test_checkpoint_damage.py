@@ -54,6 +54,7 @@ def resumes_from_1(store: CheckpointStore) -> None:
         np.testing.assert_array_equal(loaded.arrays[name], array)
 
 
+@pytest.mark.slow
 def test_a_thousand_flipped_bytes(store: CheckpointStore) -> None:
     rng = random.Random(SEED)
     paths = sorted(store.folder(2).iterdir())

@@ -83,6 +83,7 @@ def parent_of_steps(calls: list[Call]) -> str:
     return next(str(Path(call.other).parent) for call in calls if call.name == "rename")
 
 
+@pytest.mark.slow
 def test_a_power_loss_after_any_call_leaves_a_sound_newest_checkpoint(
     recorded: tuple[Path, list[Call]], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_nothing_is_constructed_from_yaml_tags(run_file: Path) -> None:
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars, max_size=3), max_size=4))
 def test_dump_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, task_args: dict[str, object]) -> None:

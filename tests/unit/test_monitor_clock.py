@@ -143,6 +143,7 @@ def test_a_step_costs_less_than_ten_microseconds() -> None:
     assert best < 10e-6
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_a_million_steps() -> None:
     clock = RingClock()
     for _ in range(1000):

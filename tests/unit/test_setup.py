@@ -72,6 +72,7 @@ def test_too_little_disk(programs: Path, tmp_path: Path) -> None:
     assert_refused(set_up(programs, tmp_path / "venv"), "only 500 MB are free")
 
 
+@pytest.mark.slow
 def test_no_network(programs: Path, tmp_path: Path) -> None:
     nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
     done = set_up(programs, tmp_path / "venv", **nowhere)

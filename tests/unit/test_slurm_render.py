@@ -109,6 +109,7 @@ def test_paths_and_modules_arrive_unchanged(tmp_path: Path, value: str) -> None:
     assert called["module"]["words"] == ["load", value]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40))
 def test_any_text_survives_as_an_environment_value(tmp_path: Path, value: str) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PREFIX = "from hpctrain.frameworks.tensorflow_runtime import *; import os\n"
 
 
@@ -17,6 +19,7 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_start_up_chatter_is_dropped_and_all_else_is_shown() -> None:
     ended = run(
         "set_environment(None)\n"
@@ -34,6 +37,7 @@ def test_an_error_inside_is_shown() -> None:
     assert ended.stderr.startswith("before\n") and "KeyError: 'mine'" in ended.stderr
 
 
+@pytest.mark.slow
 def test_verbose_leaves_everything() -> None:
     ended = run("set_environment(None, verbose=True)\nwith without_chatter(verbose=True):\n    import tensorflow\n")
     assert "oneDNN" in ended.stderr
@@ -46,6 +50,7 @@ def test_threads_come_from_the_run_file_or_the_launcher() -> None:
     assert run("set_environment(None)\n" + show).stdout == "None None\n"
 
 
+@pytest.mark.slow
 def test_one_compute_thread_is_one() -> None:
     ended = run(
         "import threading, time\n"
@@ -60,6 +65,7 @@ def test_one_compute_thread_is_one() -> None:
     assert float(ended.stdout) < 1.3
 
 
+@pytest.mark.slow
 def test_a_task_gets_the_seed_and_precision_and_the_same_names_again() -> None:
     ended = run(
         "with without_chatter():\n    import keras\n"
@@ -80,6 +86,7 @@ def test_nothing_is_loaded_for_tasks_of_others() -> None:
     assert ended.stdout == "False False\n"
 
 
+@pytest.mark.slow
 def test_another_backend_of_keras_is_refused() -> None:
     ended = run(
         "with without_chatter():\n    import tensorflow, keras\n"
