@@ -15,6 +15,8 @@ from hpctrain.report.summary import phase_share, state
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
+MEASURED_S = 10.0
+"""Seconds of training below which shares say nothing."""
 EXCHANGE_BOUND = 0.3
 """The same for the exchange of gradients."""
 COSTLY = 0.05
@@ -88,7 +90,7 @@ def newest_error(data: RunData) -> Error | None:
     if not attempts:
         return None
     number = int(attempts[-1]["attempt"])
-    verdict = attempts[-1].get("verdict") or data.words.get(number, {}).get("verdict") or {}
+    verdict = attempts[-1].get("verdict") or data.words.get(number, {}).get("verdict") or _own_verdict(data, number)
     if verdict.get("action") in (None, "done", "stop") or int(verdict.get("exit_code") or 0) in (0, 75):
         return None
     error: dict[str, Any] = next(
@@ -103,6 +105,21 @@ def newest_error(data: RunData) -> Error | None:
         type=str(error.get("type", "")),
         cause=str(verdict.get("cause") or ""),
     )
+
+
+def _own_verdict(data: RunData, attempt: int) -> dict[str, Any]:
+    """What the first failed rank said, where no supervisor lived to conclude anything from it."""
+    for word in _failed_words(data, attempt):
+        error = word["error"]
+        found = {"action": "requeue", "exit_code": word.get("exit_code") or 70, "cause": "error"}
+        return {
+            **found,
+            "reason": error["what"],
+            "fix": error["fix"],
+            "rank": word.get("rank"),
+            "host": word.get("host"),
+        }
+    return {}
 
 
 def _failed_words(data: RunData, attempt: int) -> list[dict[str, Any]]:
@@ -259,6 +276,8 @@ def stragglers(data: RunData) -> list[Explanation]:
 def phases(data: RunData) -> list[Explanation]:
     """Time that does not compute."""
     share = phase_share(data) or {}
+    if sum(float(series.value.sum()) for series in data.phases.values()) < MEASURED_S:
+        return []
     found = []
     if share.get("data", 0) > DATA_BOUND:
         advice = "raise data.workers or data.prefetch_batches, or pack the data contiguously with hpctrain data pack"

@@ -89,7 +89,7 @@ def read(run_dir: RunDir) -> RunData:
         metrics=columns.series(columns.metrics),
         rare={name: sorted(events, key=lambda event: event["time"]) for name, events in columns.rare.items()},
         counts=dict(columns.counts),
-        words={attempt: words for attempt in attempts if (words := run_dir.read_words(attempt))},
+        words={attempt: words for attempt in attempts if (words := _words(run_dir, attempt))},
     )
 
 
@@ -147,6 +147,20 @@ class Columns:
         for name, value in values.items():
             if name not in NOT_PLOTTED and isinstance(value, (int, float)):
                 columns[name].extend((event["step"], event["time"], value))
+
+
+def _words(run_dir: RunDir, attempt: int) -> dict[str, Any]:
+    """Last words, merged; where nobody could merge them (full disk, dead supervisor), what each rank left by itself."""
+    merged = run_dir.read_words(attempt)
+    if merged:
+        return merged
+    ranks = []
+    for path in sorted((run_dir.ranks / str(attempt)).glob("*.json")):
+        try:
+            ranks.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    return {"ranks": ranks} if ranks else {}
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[Event]:

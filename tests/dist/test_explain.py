@@ -1,0 +1,177 @@
+"""``hpctrain explain`` names what ended real runs on real ranks, and says so where it cannot know."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.programs import launch_task
+from tests.dist.test_wrong_input import BLOCK_HOROVOD
+from tests.support.mpi import rank_environment, run_in_group
+from tests.support.runs import HPCTRAIN, hpctrain, reaches_step, started, wait_for, write_run
+
+pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
+
+
+def explained(folder: Path) -> dict[str, Any]:
+    """What the command says of the run in a folder."""
+    result = hpctrain("explain", folder / "run", "--json")
+    assert result.returncode == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def said(answer: dict[str, Any]) -> str:
+    return " ".join([answer["title"], *answer["evidence"], answer["advice"]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "cause", "parts"),
+    [
+        ("nan", 76, "nan", ["step 4", "rank 1", "samples"]),
+        ("raise", 70, "exception", ["rank 1", "ValueError", "bad sample", "launch_task.py"]),
+        ("raise-in-task", 70, "exception", ["rank 1", "no luck"]),
+        ("kill", 70, "killed", ["rank 1", "SIGKILL"]),
+        ("sys-exit", 70, "exception", ["rank 1", "sys.exit"]),
+    ],
+)
+def test_ranks_that_misbehave(tmp_path: Path, mode: str, code: int, cause: str, parts: list[str]) -> None:
+    assert hpctrain("run", "-n", 2, write_run(tmp_path, mode)).returncode == code
+    answer = explained(tmp_path)
+    assert answer["cause"] == cause, answer
+    assert [part for part in parts if part not in said(answer)] == []
+    assert answer["advice"]
+
+
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 3, "on_hang": "abort"})
+    assert hpctrain("run", "-n", 2, path).returncode == 70
+    answer = explained(tmp_path)
+    assert answer["cause"] == "hang", answer
+    assert "rank 1" in said(answer)
+
+
+def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
+    path = write_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
+    with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as run:
+        wait_for("step", reaches_step(tmp_path, 2))
+        (tmp_path / "run" / "STOP").touch()
+        run.communicate(timeout=60)
+    answer = explained(tmp_path)
+    assert answer["cause"] == "stopped", answer
+    assert "STOP" in said(answer) and "newest checkpoint" in said(answer)
+
+
+def test_data_that_lacks_what_the_task_wants(tmp_path: Path) -> None:
+    launch_task.ragged(tmp_path / "data.h5")
+    path = write_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")})
+    assert hpctrain("run", "-n", 2, path).returncode == 64
+    answer = explained(tmp_path)
+    assert answer["cause"] == "user_error", answer
+    assert "data.h5" in said(answer)
+
+
+def test_horovod_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD)
+    path = write_run(tmp_path, reduce={"kind": "horovod"})
+    hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
+    answer = explained(tmp_path)
+    assert answer["cause"] == "horovod", answer
+    assert "install-horovod" in said(answer)
+
+
+def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert hpctrain("run", "-n", 2, path).returncode == 0
+    for shard in (tmp_path / "run" / "checkpoints").glob("step-*/*.h5"):
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        shard.write_bytes(content)
+    assert hpctrain("run", "-n", 2, path).returncode != 0
+    answer = explained(tmp_path)
+    assert answer["cause"] == "damaged_checkpoint", answer
+
+
+def test_a_run_that_fails_again_and_again(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
+    assert [hpctrain("run", "-n", 2, path).returncode for _ in range(2)] == [70, 76]
+    answer = explained(tmp_path)
+    assert answer["cause"] in ("no_progress", "exception"), answer
+    assert "2 attempts in a row" in said(answer)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("not permitted here: a mount namespace")
+    run = tmp_path / "run"
+    run.mkdir()
+    sections = {"track": {"every_steps": 1}, "checkpoint": {"enabled": False}, "task_args": {"rank": 0}}
+    path = write_run(tmp_path, "fill", train={"steps": 1000}, **sections)
+    script = 'mount -t tmpfs -o size=4M tmpfs "$1"; shift; "$@"; rm -f "$RUN/filler"; hpctrain explain "$RUN" --json'
+    words = ["unshare", "--mount", "bash", "-c", script, "bash", str(run), *HPCTRAIN, "run", "-n", "2", str(path)]
+    result = run_in_group(words, rank_environment({"RUN": str(run)}), None, 90)
+    answer = json.loads(result.stdout[result.stdout.index('{\n "cause"') :])
+    assert answer["cause"] == "disk_full", answer
+
+
+@contextmanager
+def memory_limit(limit_bytes: int) -> Iterator[Path]:
+    """A control group of our own (version 1 or 2) that real memory limits hold in."""
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent, limit = (old, "memory.limit_in_bytes") if old.is_dir() else (new, "memory.max")
+    group = parent / f"hpctrain-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(limit_bytes))
+    except OSError as error:
+        pytest.skip(f"not permitted here: a memory control group ({error.strerror})")
+    try:
+        yield group / "cgroup.procs"
+    finally:
+        wait_for("the group is empty", lambda: not (group / "cgroup.procs").read_text().split())
+        group.rmdir()
+
+
+def test_a_rank_that_the_kernel_ends_for_its_memory(tmp_path: Path) -> None:
+    hungry = tmp_path / "hungry.py"
+    hungry.write_text(
+        "import numpy as np, torch, hpctrain\n"
+        "def task(world):\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    def loss(output, batch):\n"
+        "        loss.kept = loss.kept + [np.ones(2**24)] if world.rank == 1 else []\n"
+        "        return output.mean()\n"
+        "    loss.kept = []\n"
+        "    data = {'x': np.ones((64, 2), np.float32)}\n"
+        "    return hpctrain.TorchTask(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), data)\n"
+    )
+    run = {"name": "run", "run_dir": str(tmp_path / "run"), "task": f"{hungry}:task", "reduce": {"kind": "mpi"}}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**run, "train": {"steps": 1000, "global_batch": 4}, "monitor": {"enabled": False}}))
+    with memory_limit(2 * 2**30) as procs:
+        words = ["bash", "-c", f'echo $$ > {procs} && exec "$@"', "bash", *HPCTRAIN, "run", "-n", "2", str(path)]
+        result = run_in_group(words, rank_environment(), None, 90)
+    assert result.returncode == 70, result.output
+    answer = explained(tmp_path)
+    assert answer["cause"] == "out_of_memory", answer
+    assert "rank 1" in said(answer)
+
+
+def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
+    assert hpctrain("run", "-n", 2, write_run(tmp_path, "kill")).returncode == 70
+    shutil.rmtree(tmp_path / "run" / "ranks")
+    (tmp_path / "run" / "run.json").unlink()
+    assert explained(tmp_path)["cause"] == "unknown"
+
+
+def test_a_run_that_completed(tmp_path: Path) -> None:
+    assert hpctrain("run", "-n", 2, write_run(tmp_path)).returncode == 0
+    assert explained(tmp_path)["cause"] in ("completed",)
