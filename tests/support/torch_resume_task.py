@@ -38,6 +38,10 @@ def plain() -> TorchTask:
 def unequal(world: World) -> TorchTask:
     """Weights that another rank overwrites behind everybody's back."""
     made = plain()
+
+    def overwrite(module: nn.Module, inputs: object, outputs: object) -> None:
+        made.model[0].bias.data.add_(1)
+
     if world.rank == 1:
-        made.model.register_forward_hook(lambda module, inputs, outputs: module[0].bias.data.add_(1))
+        made.model.register_forward_hook(overwrite)
     return made

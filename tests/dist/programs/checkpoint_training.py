@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -117,3 +118,6 @@ if __name__ == "__main__":
     except HpctrainError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(error.exit_code)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # takes the other ranks down, where leaving in order would wait for them
