@@ -25,7 +25,7 @@ from tests.support.runs import (
 
 pytestmark = pytest.mark.world_size(2)
 MONITOR = {"enabled": True, "window_steps": 8, "hang_s": 4}
-SLOW = {"train": {"steps": 400}, "track": {"every_steps": 1}, "task_args": {"step_s": 0.05}}
+SLOW = {"train": {"steps": 400}, "track": {"every_steps": 1}}
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
@@ -46,7 +46,7 @@ def test_weights_are_the_same_bits_with_and_without(tmp_path: Path) -> None:
 
 def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:
     path = write_run(tmp_path, monitor=MONITOR, checkpoint={"every_steps": 5}, **SLOW)
-    with started("run", "-n", 2, path) as child:
+    with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as child:
         wait_for("step", reaches_step(tmp_path, 20))
         os.kill(ranks_of(child.pid)[-1].pid, signal.SIGSTOP)
         stdout, stderr = child.communicate(timeout=40)
