@@ -1,4 +1,4 @@
-"""An HDF5 file whose rows several processes write, each its own: no process needs parallel HDF5, or waits for another."""
+"""An HDF5 file whose rows several processes write, each its own: without parallel HDF5, and without waiting."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class RowWriter:
                 for name, array in rows.items():
                     data = np.ascontiguousarray(array)
                     row_bytes = data.nbytes // max(len(data), 1)
-                    write_fully(file.fileno(), data.reshape(-1).view(np.uint8).data, self.offsets[name] + first_row * row_bytes)
+                    content = data.reshape(-1).view(np.uint8).data
+                    write_fully(file.fileno(), content, self.offsets[name] + first_row * row_bytes)
         except OSError as error:
             raise RunFailed(f"{self.path} cannot be written: {error.strerror}", "check the free space there") from error
 
