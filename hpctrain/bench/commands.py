@@ -1,4 +1,4 @@
-"""``hpctrain bench``: measurements on this machine, each in a module with ``add_arguments(parser)`` and ``run(args)``."""
+"""``hpctrain bench``: measurements on this machine, each a module with ``add_arguments(parser)`` and ``run(args)``."""
 
 from __future__ import annotations
 
