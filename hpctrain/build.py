@@ -13,6 +13,7 @@ from hpctrain.data import open_dataset
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.errors import UserError
 from hpctrain.frameworks import tensorflow_runtime
 from hpctrain.launch.output import shown_columns
 from hpctrain.launch.staged import staged_args
@@ -74,6 +75,17 @@ def make_problem(config: Config, world: World) -> Problem:
         drop_last=data.drop_last,
     )
     return Problem(task, train, None if task.validation is None else open_dataset(task.validation), order)
+
+
+def require_same_data(problem: Problem, world: World) -> None:
+    """Raises UserError, on all ranks, where some of them read other training data than the rest. Collective."""
+    prints = world.everyone.allgather(problem.train.fingerprint(), "compare their training data")
+    others = [rank for rank, each in enumerate(prints) if each != prints[0]]
+    if others:
+        raise UserError(
+            f"ranks {', '.join(map(str, others[:8]))} read other training data than rank 0",
+            "look for old copies on node-local disks, and for task functions that draw data at random",
+        )
 
 
 def make_framework(config: Config, world: World, task: Task, clock: StepClock) -> Framework:

@@ -57,6 +57,7 @@ def train(args: argparse.Namespace, session: Session) -> Outcome:
     run_dir = session.join_run(config)
     with session.phase("make the task"):
         problem = build.make_problem(config, session.world)
+    build.require_same_data(problem, session.world)
     with ExitStack() as stack:
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
         framework = build.make_framework(config, session.world, problem.task, monitor.clock)
