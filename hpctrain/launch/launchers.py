@@ -57,10 +57,6 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     left a word. srun reports deaths in any order, and those of its victims too: where it is known from elsewhere which
     ranks ``died_first``, all others are their victims.
     """
-    if died_first:
-        found = [_srun(rank, host, how) for host, tasks, how in SRUN.findall(text) for rank in expand(tasks)]
-        if known := [replace(death, maybe_victim=False) for death in found if death.rank in died_first]:
-            return known
     found = [
         Death(int(rank), int(pid) or None, host, signal=int(number))
         for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)
@@ -68,10 +64,16 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
     found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
     found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
-    # Those that srun reports after it has begun to end the step are victims of that.
-    for host, tasks, how in SRUN.findall(text.partition("Terminating StepId")[0]):
+    # Those that srun reports after it has begun to end the step are victims of that, if nothing else is known.
+    srun_text = text if died_first else text.partition("Terminating StepId")[0]
+    for host, tasks, how in SRUN.findall(srun_text):
         found += [_srun(rank, host, how) for rank in expand(tasks)]
-    return found
+    if not died_first:
+        return found
+    first = [replace(death, maybe_victim=False) for death in found if death.rank in died_first]
+    unranked = [death for death in found if death.rank is None]
+    # A rank that exits with 0 is one that no launcher reports.
+    return first or unranked or [Death(rank) for rank in sorted(died_first)]
 
 
 def lost_a_node(text: str) -> bool:

@@ -151,9 +151,8 @@ class Cluster:
             script,
         ]
         self.daemons[name] = self.spawn(name, isolated)
-        until(
-            lambda: self.node_state(name) == "idle", 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}"
-        )
+        up = ("idle", "alloc", "mix")  # a job may be waiting for it
+        until(lambda: self.node_state(name) in up, 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}")
 
     def kill_node(self, name: str) -> None:
         """The node loses its power: every process on it is gone at once."""

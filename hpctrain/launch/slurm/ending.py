@@ -16,6 +16,7 @@ WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 
 def stop(args: argparse.Namespace) -> int:
     """Asks a running job to save and stop; a waiting one is taken out of the queue."""
+    client.find("scancel")
     said, text = [], []
     for run in submission.runs(args.target):
         entries = submission.alive(run)
@@ -34,6 +35,7 @@ def stop(args: argparse.Namespace) -> int:
 
 def cancel(args: argparse.Namespace) -> int:
     """Ends the run's jobs now; what was saved stays."""
+    client.find("scancel")
     ids = [entry.id for run in submission.runs(args.target) for entry in submission.alive(run)]
     if ids:
         client.cancel(ids)
