@@ -77,6 +77,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
 
 
 def test_a_second_interrupt_ends_a_process_that_nobody_supervises():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and CI have it ignored
     made = InterruptibleStopSignals()
     made.install()
     try:
@@ -86,6 +87,7 @@ def test_a_second_interrupt_ends_a_process_that_nobody_supervises():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         made.restore()
+        signal.signal(signal.SIGINT, before)
 
 
 def caught(error: BaseException) -> BaseException:

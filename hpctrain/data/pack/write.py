@@ -78,7 +78,7 @@ def write_contiguous(
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     with PatientFile(temporary, "w+b") as raw:
-        with h5py.File(raw, "w", track_order=True, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+        with new_file(raw) as file:
             file.attrs[NOTES] = json.dumps(source.notes)
             offsets = {
                 name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
@@ -102,7 +102,7 @@ def write_chunked(
 ) -> None:
     """Chunks of whole samples; what reaches a chunk's end waits for the chunk, which is compressed once."""
     with PatientFile(temporary, "w+b") as raw:
-        with h5py.File(raw, "w", track_order=True) as file:
+        with new_file(raw) as file:
             file.attrs[NOTES] = json.dumps(source.notes)
             for name, field in fields.items():
                 rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
@@ -121,6 +121,20 @@ def write_chunked(
                 raw.check()
                 on_progress(len(values))
         raw.check()
+
+
+def new_file(raw: io.FileIO) -> h5py.File:
+    """An empty HDF5 file that keeps its datasets' order, aligns them to pages, and does not hold the time of day."""
+    order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    creation.set_link_creation_order(order)
+    creation.set_attr_creation_order(order)
+    creation.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
+    access.set_alignment(PAGE, PAGE)
+    return h5py.File(h5py.h5f.create(b"packed", h5py.h5f.ACC_TRUNC, creation, access))
 
 
 class PatientFile(io.FileIO):
