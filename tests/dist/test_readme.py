@@ -12,6 +12,7 @@ import pytest
 from tests.support.command import PROJECT, events, hpctrain
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
+REPORTS = (PROJECT / "docs" / "reports.md").read_text(encoding="utf-8")
 TASKS = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
 SHORTER = {"examples/chartext.yaml": ["--train.steps", "5"], "submit": ["--dry-run"]}
 """What is added to commands that would take minutes, or need a cluster."""
@@ -54,6 +55,15 @@ def test_every_command_of_the_readme(newcomer: Path) -> None:
         hpctrain(*words, *more, *fresh, cwd=newcomer, timeout=250, code=codes)
     assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.05, "sin(x) is learnt"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
+    hpctrain("train", "wave.yaml", "--train.epochs", 1, cwd=newcomer)
+    hpctrain("train", "wave.yaml", "--train.epochs", 1, "--name", "other", cwd=newcomer)
+    for words in commands(REPORTS):
+        assert hpctrain(*words, cwd=newcomer).stdout
+    assert (newcomer / "runs/wave/report.html").exists() and (newcomer / "comparison.html").exists()
 
 
 @pytest.mark.slow
