@@ -37,9 +37,8 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         RunFailed: Slurm refused.
     """
     slurm = config.launch.slurm
-    # scancel, preemption and time limit send the same signals; only after the last is it for us to go on.
-    if (state := client.job_fields(job.id).get("JobState")) in ("CANCELLED", "PREEMPTED"):
-        raise Ended(f"Slurm has {state.lower()} the job", "hpctrain resume goes on from the last checkpoint")
+    if is_ending(client.job_fields(job.id)):
+        raise Ended("Slurm is ending the job already", "hpctrain resume goes on from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     if count(run.attempts()) > slurm.max_requeues:
@@ -53,6 +52,16 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         return False
     client.requeue(job.id)
     return True
+
+
+def is_ending(fields: Mapping[str, str]) -> bool:
+    """Whether somebody has cancelled the job, or Slurm itself requeues it; after a time limit it is for us to go on.
+
+    A cancelled job whose processes still end is COMPLETING, as is every other that ends; its reason is then None.
+    """
+    state = fields.get("JobState")
+    ours = fields.get("Reason") in ("TimeLimit", "NodeFail", "NodeDown")
+    return state in ("CANCELLED", "PREEMPTED") or (state == "COMPLETING" and not ours)
 
 
 def count(attempts: Sequence[Mapping[str, Any]]) -> int:
