@@ -49,8 +49,8 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         facts={"job": job.id, "restarts": job.restarts, "nodes": job.nodes, "ranks": job.ranks, **facts.of_run()},
         run_yaml=dump(config),
         verbose=verbose,
-        # Only our own signal asks us to go on. SIGTERM comes with scancel, and where Slurm wants the job again (scontrol
-        # requeue, preemption) it requeues the job itself.
+        # Only our own signal asks us to go on. SIGTERM comes with scancel; where Slurm wants the job again (scontrol
+        # requeue, preemption), it requeues the job itself.
         by_person=lambda number: number != signal.SIGUSR1,
     )
     report(verdict, run_dir)
