@@ -91,8 +91,9 @@ class Attempt:
         """Starts the ranks, watches until all are gone, and decides."""
         self.watch()
         text = self.launcher_text() + (self.passing.text if self.passing is not None else "")
-        deaths = launchers.deaths(text, died_first(self.run_dir, self.number)) if self.failure is None else []
         told = collect(self.run_dir, self.number)
+        first = died_first(self.run_dir, self.number, told)
+        deaths = launchers.deaths(text, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
         attempts = [*self.run_dir.attempts()]
         if attempts:

@@ -13,17 +13,18 @@ from hpctrain.errors import ExitCode
 from hpctrain.launch import launchers, processes
 from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.monitor import deaths
 from hpctrain.run_dir import RunDir
 
 
-def complete(word: LastWord, deaths: Sequence[launchers.Death], words: Sequence[LastWord]) -> LastWord:
+def complete(word: LastWord, seen: Sequence[launchers.Death], words: Sequence[LastWord]) -> LastWord:
     """Says for a rank that could not how it ended, as far as can be told."""
     if word.ending is not Ending.RUNNING:
         return word
-    death = next((d for d in deaths if d.rank == word.rank or (d.rank is None and d.pid == word.pid)), None)
+    death = next((d for d in seen if d.rank == word.rank or (d.rank is None and d.pid == word.pid)), None)
     failed = any(other.ending is Ending.FAILED for other in words)
     if death is None or (death.maybe_victim and failed):
-        return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed or deaths else Ending.VANISHED)
+        return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed or seen else Ending.VANISHED)
     local = word.host == socket.gethostname()
     memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
     cause = launchers.OUT_OF_MEMORY if memory else death.cause
@@ -60,10 +61,13 @@ def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
     return None
 
 
-def died_first(run_dir: RunDir, attempt: int) -> list[int]:
-    """Ranks whose death the monitor heard of before any other's."""
+def died_first(run_dir: RunDir, attempt: int, words: Sequence[LastWord] = ()) -> list[int]:
+    """Ranks that the monitor saw die before any other; those that died after a rank's own error are its victims."""
     told = next((event for event in _hangs(run_dir, attempt) if event.get("kind") == "died"), None)
-    return [rank["rank"] for rank in told["ranks"]] if told else []
+    among = [rank["rank"] for rank in told["ranks"]] if told else []
+    first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
+    noted = [rank for at, rank in deaths.noted(run_dir, attempt) if at < first_error]
+    return [rank for rank in noted if rank in among or not among][:1] or among
 
 
 def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:

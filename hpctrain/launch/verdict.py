@@ -96,7 +96,8 @@ def decide(
         return _replace(found, Action.STOP, found.exit_code, f"{found.reason}, after {stop.by} had asked it to stop")
     failures = trailing_failures(attempts)
     if failures >= max_failures:
-        reason = f"{failures} attempts in a row failed without a new checkpoint; the last one: {found.reason}"
+        several = f"{failures} attempts in a row failed without a new checkpoint; the last one: {found.reason}"
+        reason = several if failures > 1 else f"{found.reason}, without a new checkpoint; launch.max_failures is 1"
         return _replace(found, Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, reason)
     return found
 

@@ -82,6 +82,7 @@ class Ears:
         keys = [key for key, _ in self.selector.select(seconds)]
         for key in keys:
             if key.data == "life":
+                self.node.note_death(key.fd)
                 self.selector.unregister(key.fd)
                 os.close(key.fd)
                 self.node.alarmed = True

@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from hpctrain.monitor import deaths, stacks
 from hpctrain.monitor import host as host_counters
-from hpctrain.monitor import stacks
 from hpctrain.monitor.hang import ENDED, GONE, STOPPED
 from hpctrain.monitor.shared import (
     DUMP_FILE,
@@ -87,6 +87,13 @@ class Node:
                     self.lives[pid] = os.pidfd_open(pid)
                     fresh.append(self.lives[pid])
         return fresh
+
+    def note_death(self, descriptor: int) -> None:
+        """Writes down who died and when, before anything else: a launcher may end this agent milliseconds later."""
+        pid = next((pid for pid, life in self.lives.items() if life == descriptor), None)
+        for rank, head in zip(self.ranks, self.reader.heads(), strict=True):
+            if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
+                deaths.note(int(rank))
 
     def poll(self, now: float) -> list[Message]:
         """What there is to report."""
