@@ -86,7 +86,8 @@ def limited(world: World, folder: Path) -> None:
     assert second.error and second.error.startswith("rank 1: "), second.error
     if world.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert store.steps() == [1] and (world.rank or os.listdir(folder) == ["step-000000001"])
+    assert store.steps() == [1] and (world.rank or os.listdir(folder) == ["step-000000001"]), os.listdir(folder)
+    world.everyone.barrier("look at the folder before anybody begins the next one")
     third = train(saver, world, array_tensors(arrays(3), {}), 3)
     assert third.error is None
     saver.close()
