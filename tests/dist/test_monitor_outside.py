@@ -70,7 +70,6 @@ def disturbed(how: Callable[[Path, threading.Event], None], folder: Path) -> Ite
         thread.join()
 
 
-@pytest.mark.xfail(reason="known to fail where other jobs load the machine", strict=False)
 @pytest.mark.world_size(2)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
 @pytest.mark.parametrize(("how", "word"), [(burn, "for a processor"), (stop_now_and_then, "")])

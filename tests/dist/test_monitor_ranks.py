@@ -26,7 +26,6 @@ def confirmed(events: list[dict[str, Any]]) -> list[tuple[str, int | None, str]]
     return [(event["kind"], event["rank"], event["cause"]) for event in events if event.get("state") == "confirmed"]
 
 
-@pytest.mark.xfail(reason="known to fail where other jobs load the machine", strict=False)
 @pytest.mark.world_size(4)
 def test_each_slow_phase_is_found_and_clears(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     phases = ("data", "forward", "backward", "optimizer", "callbacks", "checkpoint")
