@@ -24,7 +24,10 @@ def test_digits_on_two_nodes(train: Callable[..., Run], reference: dict[str, str
 
 
 def test_time_limit_ends_with_the_same_weights(train: Callable[..., Run], undisturbed: str) -> None:
-    run = train(0.25, slurm={"time": "1", "signal_s": 42}, track={"every_steps": 1}, checkpoint={"interval": "none"})
+    seconds_per_step = 0.5  # so that all steps take longer than the 18 s before the first signal
+    run = train(
+        seconds_per_step, slurm={"time": "1", "signal_s": 42}, track={"every_steps": 1}, checkpoint={"interval": "none"}
+    )
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED", timeout=180)
     assert run.verdicts()[-1] == "done", run.log()
