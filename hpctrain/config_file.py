@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +161,25 @@ def _parse(path: str, sections: dict[str, Any], overrides: list[str], lines: Lin
     try:
         task_args = sections.pop("task_args", None) or {}
         namespace = made.parse_args(overrides, namespace=made.parse_object(sections, defaults=True))
+        # The parser reads quoted text ("null", "017") once more: what the file quotes stays as it stands.
+        for key, text in _texts(sections):
+            if key in lines and namespace[key] is None and leaves()[key].type == "text":
+                namespace[key] = text
         values = made.instantiate(namespace).as_dict()
-        # The parser would read quoted text ("017") as a number once more: the file's arguments stay as they stand.
         return Config(**{**values, "task_args": {**task_args, **values["task_args"]}})
     except UserError as error:
         raise UserError(_place(error.what, path, lines) + error.what, error.fix) from error
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         raise _readable(str(error), path, lines) from error
+
+
+def _texts(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a run file whose values are text, and these."""
+    for name, value in section.items():
+        if isinstance(value, str):
+            yield prefix + name, value
+        elif isinstance(value, dict) and prefix + name not in leaves():
+            yield from _texts(value, f"{prefix}{name}.")
 
 
 def _readable(message: str, path: str, lines: Lines) -> UserError:

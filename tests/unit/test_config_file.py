@@ -52,6 +52,16 @@ def test_scalars_are_read_as_yaml_1_2(run_file: Path) -> None:
     assert config.task_args == expected
 
 
+@pytest.mark.parametrize("text", ["null", "~", "Null", "NULL"])
+def test_quoted_text_is_text(run_file: Path, text: str) -> None:
+    run_file.write_text(MINIMAL + f'run_dir: "{text}"\nlaunch: {{slurm: {{qos: "{text}", account: {text}}}}}\n')
+    config = load(run_file)
+    assert (config.run_dir, config.launch.slurm.qos, config.launch.slurm.account) == (text, text, None)
+    run_file.write_text(dump(config))
+    assert load(run_file) == config
+    assert load(run_file, ["--run_dir", "null"]).run_dir is None, "an option wins"
+
+
 @pytest.mark.parametrize(
     ("line", "what", "fix"),
     [
