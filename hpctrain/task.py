@@ -27,7 +27,7 @@ class Task:
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
     train: Any
     """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, a hpctrain dataset, a torch
-    Dataset, or a tf.data.Dataset."""
+    Dataset, a tf.data.Dataset, or a function that returns one of these."""
     validation: Any = None
     """Validation data, likewise."""
     metrics: Mapping[str, Callable[[Any, Any], Score]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Task:
     """forward(model, batch) gives the outputs; by default the model applied to the batch's first array."""
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed,
-    epoch, sample)."""
+    epoch, sample). With data.workers it must be importable: a top-level function, or a functools.partial of one."""
 
 
 class TorchTask(Task):

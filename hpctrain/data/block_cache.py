@@ -34,6 +34,3 @@ class BlockCache:
             while self.num_bytes > self.limit_bytes:
                 self.num_bytes -= self.blocks.popitem(last=False)[1].nbytes
         return block
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BlockCache, (self.limit_bytes,)

@@ -36,7 +36,7 @@ class Field:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Samples with random access. Read from one thread at a time; picklable, so that worker processes can have it."""
+    """Samples with random access. Read from one thread at a time."""
 
     @property
     def fields(self) -> Mapping[str, Field]:

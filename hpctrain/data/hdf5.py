@@ -110,9 +110,6 @@ class Hdf5Dataset:
         """See Dataset."""
         return content_fingerprint(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_hdf5, (self.path, tuple(self.fields), self.cache)
-
 
 def open_hdf5(path: Path, names: tuple[str, ...] | None, cache: BlockCache) -> Hdf5Dataset:
     """The named arrays of a file, by default all of them.

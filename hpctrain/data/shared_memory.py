@@ -5,9 +5,20 @@ Unlike multiprocessing.shared_memory it needs no tracker process and no room in 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 64
+
+Described = Sequence[tuple[str, str, Sequence[int], int]]
+"""Name, dtype, shape and offset of each array in a memory."""
 
 
 class SharedMemory:
@@ -37,3 +48,21 @@ def create() -> SharedMemory:
         return SharedMemory(os.memfd_create("hpctrain-data"))
     with tempfile.TemporaryFile() as file:
         return SharedMemory(os.dup(file.fileno()))
+
+
+def put(arrays: Mapping[str, NDArray[Any]], memory: SharedMemory) -> Described:
+    """Copies the arrays into the memory and says where they are."""
+    offsets = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values()]).tolist()
+    view = memory.view(max(1, offsets[-1]))
+    described = []
+    for (name, array), offset in zip(arrays.items(), offsets, strict=False):
+        np.ndarray(array.shape, array.dtype, view, offset)[...] = array
+        described.append((name, array.dtype.str, array.shape, offset))
+    return described
+
+
+def views(described: Described, memory: SharedMemory) -> dict[str, NDArray[Any]]:
+    """The arrays that ``put`` describes, in place."""
+    ends = (offset + np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape, offset in described)
+    view = memory.view(max([1, *ends]))
+    return {name: np.ndarray(shape, dtype, view, offset) for name, dtype, shape, offset in described}

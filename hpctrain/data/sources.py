@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import glob
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hpctrain.data.block_cache import BlockCache
 from hpctrain.data.concat import concatenate
-from hpctrain.data.dataset import Dataset, choose
+from hpctrain.data.dataset import Dataset, Samples, choose
 from hpctrain.data.memory import from_arrays
 from hpctrain.errors import UserError
 
@@ -22,7 +27,8 @@ def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: 
     Args:
         source: an HDF5 file (path), several as one (a pattern such as ``"data/*.h5"``, taken in sorted order, or a
             list), a dict of arrays, a map-style torch Dataset, a finite tf.data.Dataset of single samples (taken into
-            memory), or a Dataset, which is returned as it is.
+            memory), a Dataset, which is returned as it is, or a function of no arguments (a partial, a class) that
+            returns one of these, which worker processes call again.
         fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
         cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
 
@@ -30,6 +36,8 @@ def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: 
         UserError: the source is missing, damaged, empty, or holds what cannot be trained on.
     """
     names = None if fields is None else tuple(fields)
+    if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
+        return CalledDataset(source, names, cache_bytes)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
@@ -49,8 +57,31 @@ def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: 
         return open_files([path for item in source for path in expand(item)], names, BlockCache(cache_bytes))
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
-        "give HDF5 paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, or a hpctrain.data.Dataset",
+        "give HDF5 paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
+        "function that returns one",
     )
+
+
+class CalledDataset:
+    """What a function returns; it can be called again elsewhere."""
+
+    def __init__(self, function: Callable[[], Any], names: tuple[str, ...] | None, cache_bytes: int) -> None:
+        self.function = function
+        self.names = names
+        self.cache_bytes = cache_bytes
+        self.dataset = open_dataset(function(), names, cache_bytes)
+        self.fields = self.dataset.fields
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """See Dataset."""
+        return self.dataset.read(indices)
+
+    def fingerprint(self) -> str:
+        """See Dataset."""
+        return self.dataset.fingerprint()
 
 
 def open_files(paths: Sequence[Path], names: tuple[str, ...] | None, cache: BlockCache) -> Dataset:

@@ -1,7 +1,7 @@
 """Worker processes that read and transform samples: for transforms too heavy for one thread.
 
-They are started afresh, never forked, because a fork of a process that uses MPI or a GPU is broken. The dataset and the
-transform are sent once, arrays in them through memory that all workers share; results come back through shared memory.
+They are started afresh, never forked, because a fork of a process that uses MPI or a GPU is broken. Each opens the
+dataset and imports the transform for itself; arrays in memory are shared, and results come back through shared memory.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import io
 import itertools
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.shared_memory import SharedMemory, create
+from hpctrain.data.recipe import describe
+from hpctrain.data.reference import refer
+from hpctrain.data.shared_memory import SharedMemory, create, put, views
 from hpctrain.data.transform import Transform
 from hpctrain.errors import RunFailed, UserError
 
@@ -69,10 +68,7 @@ class Worker:
         answer = json.loads(line)
         if "what" in answer:
             raise UserError(answer["what"], answer["fix"])
-        described = answer["arrays"]
-        num_bytes = max((offset + nbytes(dtype, shape) for _, dtype, shape, offset in described), default=0)
-        memory = self.slots[slot].view(max(1, num_bytes))
-        return {name: np.ndarray(shape, dtype, memory, offset).copy() for name, dtype, shape, offset in described}
+        return {name: array.copy() for name, array in views(answer["arrays"], self.slots[slot]).items()}
 
     def _death(self, ids: Ids) -> RunFailed:
         try:
@@ -145,20 +141,25 @@ def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed:
     """Starts the processes and sends them what they need.
 
     Raises:
-        UserError: the dataset or the transform cannot be sent.
+        UserError: the dataset cannot be opened again elsewhere, or the transform cannot be imported.
     """
     if os.environ.get(IN_WORKER):
         raise UserError(
             "a data worker tried to start data workers of its own: it imported the main program to find the transform",
             'put what the program does under `if __name__ == "__main__":`, or the transform into a module of its own',
         )
-    payload, sizes, modules = pack((dataset, transform, seed))
-    setup = json.dumps({"sizes": sizes, "modules": modules}).encode() + b"\n"
-    pool = WorkerPool([], payload)
+    arrays: Samples = {}
+    setup = {
+        "dataset": describe(dataset, arrays),
+        "transform": None if transform is None else refer(transform, "the transform"),
+        "seed": seed,
+    }
+    pool = WorkerPool([], create())
     try:
+        line = json.dumps({**setup, "arrays": put(arrays, pool.payload)}).encode() + b"\n"
         for index in range(num_workers):
-            pool.workers.append(start_worker(index, payload))
-            pool.workers[-1].channel.sendall(setup)
+            pool.workers.append(start_worker(index, pool.payload))
+            pool.workers[-1].channel.sendall(line)
     except BaseException:
         pool.close()
         raise
@@ -181,54 +182,3 @@ def start_worker(index: int, payload: SharedMemory) -> Worker:
             pass_fds=descriptors,
         )
     return Worker(index, process, ours, ours.makefile("rb"), slots)
-
-
-class Packer(pickle.Pickler):
-    """Notes the modules that the receiver must have."""
-
-    def __init__(self, file: io.BytesIO, buffers: list[memoryview]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
-        self.modules: set[str] = set()
-
-    def reducer_override(self, thing: Any) -> Any:
-        """Sees every function and class on the way."""
-        module = getattr(thing, "__module__", None)
-        if isinstance(module, str):
-            self.modules.add(module)
-        return NotImplemented
-
-
-def pack(content: tuple[Any, ...]) -> tuple[SharedMemory, list[int], list[tuple[str, str]]]:
-    """The content in shared memory, the sizes of its pickle and of the arrays in it, and modules to import by file."""
-    file = io.BytesIO()
-    buffers: list[memoryview] = []
-    packer = Packer(file, buffers)
-    try:
-        packer.dump(content)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"the dataset or the transform cannot be sent to worker processes: {error}",
-            "define functions and classes at the top level of a module, or set data.workers to 0",
-        ) from error
-    pieces = [file.getbuffer(), *buffers]
-    sizes = [piece.nbytes for piece in pieces]
-    memory = create()
-    view = memory.view(sum(sizes))
-    for piece, end in zip(pieces, itertools.accumulate(sizes), strict=True):
-        view[end - piece.nbytes : end] = piece
-    return memory, sizes, list(by_file(sorted(packer.modules)))
-
-
-def by_file(modules: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Of these modules, those that a new process would not find under their names, with their files."""
-    for name in modules:
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path and "." not in name:
-            found = PathFinder.find_spec(name)
-            if found is None or found.origin != path:
-                yield name, os.path.abspath(path)
-
-
-def nbytes(dtype: str, shape: Iterable[int]) -> int:
-    """Of an array."""
-    return int(np.prod(list(shape), dtype=np.int64)) * np.dtype(dtype).itemsize

@@ -103,6 +103,17 @@ def test_heavy_libraries_stay_in_their_files(library: str) -> None:
     assert not wrong
 
 
+def test_nothing_is_unpickled() -> None:
+    unsafe = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in FILES
+        for module in imports(path)
+        if module.split(".")[0] in unsafe
+    ]
+    assert not wrong
+
+
 def test_the_command_line_loads_no_framework_and_no_mpi() -> None:
     program = (
         "import sys, importlib; from hpctrain.cli import COMMANDS\n"

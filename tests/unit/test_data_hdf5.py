@@ -1,7 +1,6 @@
 """HDF5 files as datasets: the same samples from every layout, and one clear sentence for every file that is none."""
 
 import itertools
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -110,12 +109,6 @@ def test_the_order_of_creation_is_kept_where_the_file_keeps_it(tmp_path: Path) -
     with h5py.File(tmp_path / "a.h5", "w", track_order=True) as file:
         file["x"], file["a"] = NUMBERS, NUMBERS
     assert list(open_dataset(tmp_path / "a.h5").fields) == ["x", "a"]
-
-
-def test_a_dataset_can_be_sent_to_another_process(mixed: Path) -> None:
-    dataset = open_dataset(mixed)
-    again = pickle.loads(pickle.dumps(dataset))  # noqa: S301
-    assert again.fingerprint() == dataset.fingerprint()
 
 
 def test_the_fingerprint_is_of_the_content_not_the_place(tmp_path: Path, mixed: Path) -> None:

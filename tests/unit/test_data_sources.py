@@ -29,6 +29,13 @@ def test_a_dataset_is_taken_as_it_is() -> None:
     assert open_dataset(dataset) is dataset
 
 
+def test_a_function_is_called_for_its_data() -> None:
+    dataset = open_dataset(lambda: {"x": X, "y": Y}, fields=["y"])
+    assert (len(dataset), list(dataset.fields)) == (20, ["y"])
+    assert dataset.read(np.array([3]))["y"].tolist() == [3]
+    assert dataset.fingerprint() == open_dataset({"y": Y}).fingerprint()
+
+
 @pytest.mark.parametrize(
     ("arrays", "what"),
     [

@@ -1,17 +1,17 @@
 """Worker processes: the same samples as without, and no death, error or signal goes unnoticed."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
-import threading
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hpctrain.data import open_dataset
+from hpctrain.data import Field, open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import Batch, TrainingData
 from hpctrain.data.workers import IN_WORKER
@@ -46,12 +46,37 @@ def widen(sample, rng):
     return {"x": rng.normal(size=1000)}
 
 
-class Locked:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
 
     def __call__(self, sample, rng):
-        return sample
+        return {"x": sample["x"] * self.factor}
+
+    @staticmethod
+    def negate(sample, rng):
+        return {"x": -sample["x"]}
+
+
+def add(sample, rng, number, *, names):
+    return {name: sample[name] + number for name in names}
+
+
+class Squares:
+    """A dataset of the user's own."""
+
+    def __init__(self, length: int) -> None:
+        self.fields = {"x": Field((), np.dtype(np.int64))}
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, indices):
+        return {"x": indices**2}
+
+    def fingerprint(self) -> str:
+        return str(self.length)
 
 
 def take(number, workers, transform=noise, size=2, rank=0, dataset=DATASET) -> list[Batch]:
@@ -76,6 +101,20 @@ def test_results_do_not_depend_on_workers(workers: int) -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("transform", [functools.partial(add, number=3, names=["x"]), Scale.negate])
+def test_a_transform_may_have_arguments_or_stand_in_a_class(transform) -> None:
+    for one, other in zip(take(3, 0, transform), take(3, 1, transform), strict=True):
+        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert mine.keys() == {"x"} and np.array_equal(mine["x"], theirs["x"])
+
+
+def test_data_may_be_made_by_a_function(tmp_path: Path) -> None:
+    """Of the user's own kind, or of several files, whatever is in them."""
+    data = open_dataset(functools.partial(Squares, LENGTH))
+    for batch in take(2, 1, None, dataset=data):
+        assert np.array_equal(np.concatenate([piece["x"] for piece in batch.micro_batches]), batch.sample_ids**2)
+
+
 def test_a_rank_without_samples_gets_empty_parts() -> None:
     batches = take(10, 2, size=30, rank=29)
     assert all(batch.micro_batches == () and batch.global_samples for batch in batches)
@@ -85,10 +124,12 @@ def test_files_are_read_by_the_workers(tmp_path: Path) -> None:
     import h5py
 
     values = np.arange(LENGTH * 3.0).reshape(LENGTH, 3)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=values, chunks=(8, 3), compression="gzip")
-        file["y"] = np.arange(LENGTH)
-    for batch in take(8, 2, transform=None, dataset=open_dataset(tmp_path / "a.h5")):
+    for name, part in (("a.h5", slice(0, 20)), ("b.h5", slice(20, LENGTH))):
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("x", data=values[part], chunks=(8, 3), compression="gzip")
+            file["y"] = np.arange(LENGTH)[part]
+    for batch in take(8, 2, transform=None, dataset=open_dataset(tmp_path / "*.h5", fields=["x"])):
+        assert [list(piece) for piece in batch.micro_batches] == [["x"]] * len(batch.micro_batches)
         assert np.array_equal(np.concatenate([piece["x"] for piece in batch.micro_batches]), values[batch.sample_ids])
 
 
@@ -122,10 +163,25 @@ def test_signals_to_all_processes_do_not_end_workers() -> None:
     data.close()
 
 
-@pytest.mark.parametrize("transform", [lambda sample, rng: sample, Locked()])
-def test_what_cannot_be_sent_is_refused(transform: object) -> None:
-    with pytest.raises(UserError, match="cannot be sent to worker processes"):
+@pytest.mark.parametrize(
+    ("transform", "why"),
+    [
+        (lambda sample, rng: sample, "not at the top level of a module"),
+        (Scale(2.0), "not at the top level of a module"),
+        (Scale(2.0).__call__, "not at the top level of a module"),
+        (functools.partial(add, number=np.ones(4), names=["x"]), "arguments that are not plain values"),
+        (functools.partial(add, number=3, names=("x",)), "arguments that are not plain values"),
+    ],
+)
+def test_a_transform_that_a_worker_could_not_make_is_refused(transform, why: str) -> None:
+    with pytest.raises(UserError, match=f"cannot be sent to worker processes: the transform .*{why}") as caught:
         take(1, 1, transform)
+    assert "functools.partial" in caught.value.fix
+
+
+def test_data_that_a_worker_could_not_open_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot be sent to worker processes: the data is an object of Squares"):
+        take(1, 1, dataset=Squares(LENGTH))
 
 
 def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +193,7 @@ def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import os, sys
 import numpy as np
-from hpctrain.data import open_dataset
+from hpctrain.data import Field, open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 
