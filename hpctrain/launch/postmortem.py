@@ -12,7 +12,7 @@ from hpctrain import events
 from hpctrain.errors import ExitCode
 from hpctrain.launch import launchers, processes
 from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord
-from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.launch.verdict import NODE, Action, Verdict
 from hpctrain.monitor import deaths
 from hpctrain.run_dir import RunDir
 
@@ -83,7 +83,7 @@ def missing_ranks(words: Sequence[LastWord], ranks: int, text: str, log: Path) -
     """Why ranks left not even a first word, if some did not: from the launcher's text, which stands in ``log``."""
     if launchers.lost_a_node(text):
         what = f"a node was lost: {last_line(text)}"
-        return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause="node")
+        return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause=NODE)
     known = {word.rank for word in words if word.rank is not None}
     if any(word.ending in (Ending.FAILED, Ending.KILLED) for word in words) or len(known) == ranks:
         return None

@@ -11,6 +11,9 @@ from typing import Any
 from hpctrain.errors import ExitCode
 from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord
 
+NODE = "node"
+"""Cause of a verdict: a node was lost, or could not start its ranks."""
+
 
 class Action(StrEnum):
     """What a supervisor does next."""
@@ -95,7 +98,7 @@ def decide(
     if stop is not None and stop.by_person:
         return _replace(found, Action.STOP, found.exit_code, f"{found.reason}, after {stop.by} had asked it to stop")
     failures = trailing_failures(attempts)
-    if failures >= max_failures:
+    if found.cause != NODE and failures >= max_failures:
         several = f"{failures} attempts in a row failed without a new checkpoint; the last one: {found.reason}"
         reason = several if failures > 1 else f"{found.reason}, without a new checkpoint; launch.max_failures is 1"
         return _replace(found, Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, reason)
@@ -128,13 +131,19 @@ def blame(words: Sequence[LastWord]) -> Verdict:
 
 
 def trailing_failures(attempts: Sequence[Mapping[str, Any]]) -> int:
-    """Failed attempts at the end of the list, the newest included, that saved no new checkpoint."""
-    count = 0
+    """Failed attempts at the end of the list, the newest included, that saved no new checkpoint.
+
+    Those that a node failed are left out: they say nothing of the run.
+    """
+    count, next_from = 0, None
     for index, attempt in enumerate(reversed(attempts)):
-        orderly = index > 0 and dict(attempt.get("verdict") or {}).get("exit_code") in (ExitCode.DONE, ExitCode.STOPPED)
-        if orderly or progressed(attempt):
+        verdict = dict(attempt.get("verdict") or {}) if index > 0 else {}
+        # One that was killed with its supervisor has no end: the next one tells how far it came.
+        ended = {"to_step": next_from, **attempt}
+        if verdict.get("exit_code") in (ExitCode.DONE, ExitCode.STOPPED) or progressed(ended):
             break
-        count += 1
+        count += verdict.get("cause") != NODE
+        next_from = attempt.get("from_step")
     return count
 
 

@@ -90,6 +90,19 @@ def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
     assert trailing_failures([STUCK, ADVANCED]) == 0
 
 
+def test_lost_nodes_are_not_counted_as_failures_of_the_run():
+    lost = {**STUCK, "verdict": {"exit_code": 70, "cause": "node"}}
+    assert trailing_failures([STUCK, lost, lost, STUCK]) == 2
+    node = Verdict(Action.REQUEUE, ExitCode.FAILURE, "a node was lost", cause="node")
+    assert decide([], [STUCK, STUCK, STUCK], max_failures=3, failure=node) == node
+
+
+def test_an_attempt_that_died_with_its_supervisor_came_as_far_as_the_next_one_began():
+    died = {"attempt": 1, "from_step": 0}
+    assert trailing_failures([died, STUCK]) == 1
+    assert trailing_failures([{"attempt": 1, "from_step": 10}, STUCK]) == 2
+
+
 def test_what_the_supervisor_ended_the_attempt_for_wins():
     hang = Verdict(Action.REQUEUE, ExitCode.FAILURE, "hang", cause="hang")
     assert decide(both(Ending.COMPLETED), [ADVANCED], 3, failure=hang).reason == "hang"

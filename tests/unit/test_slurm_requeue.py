@@ -1,26 +1,169 @@
-"""When a job may be put back into the queue."""
+"""Who ends a job, what follows from that, and when it may be put back into the queue."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from hpctrain.launch.slurm.requeue import is_ending
+from hpctrain.config import Config, LaunchConfig, SlurmConfig
+from hpctrain.errors import ExitCode, NoRequeue, UserError
+from hpctrain.launch.slurm import client, requeue
+from hpctrain.launch.slurm.in_job import unclean
+from hpctrain.launch.slurm.job import Job
+from hpctrain.launch.slurm.submission import Submitted, record
+from hpctrain.launch.slurm.supervise import by_person, in_view_of
+from hpctrain.launch.slurm.who_ends import Who, who_ends
+from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.run_dir import RunDir
+
+JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "expected"),
+    ("fields", "expected"),
     [
-        ("RUNNING", "None", False),
-        ("CANCELLED", "None", True),
-        ("PREEMPTED", "None", True),
-        ("COMPLETING", "None", True),
-        ("COMPLETING", "TimeLimit", False),
-        ("COMPLETING", "NodeFail", False),
+        ({"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None"}, Who.NOBODY),
+        ({"JobState": "RUNNING", "PreemptTime": "2026-11-21T05:00:00"}, Who.SCHEDULER),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, Who.SCHEDULER),
+        ({"JobState": "COMPLETING", "Reason": "NodeFail"}, Who.SCHEDULER),
+        ({"JobState": "COMPLETING", "Reason": "None"}, Who.PERSON),
+        ({"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "2026-11-21T05:00:00"}, Who.PERSON),
+        ({"JobState": "CANCELLED", "Reason": "None"}, Who.PERSON),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "2"}, Who.REQUEUE),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "1"}, Who.PERSON),
+        ({}, Who.NOBODY),
     ],
 )
-def test_a_job_that_somebody_ends_is_told_from_one_at_its_time_limit(state: str, reason: str, expected: bool) -> None:
-    assert is_ending({"JobState": state, "Reason": reason}) is expected
+def test_who_ends_a_job(fields: dict[str, str], expected: Who) -> None:
+    assert who_ends(fields, restarts=1) is expected
 
 
-def test_a_job_that_slurm_has_forgotten_is_not_ending() -> None:
-    assert not is_ending({})
+@pytest.mark.parametrize(
+    ("number", "who", "expected"),
+    [("USR1", Who.PERSON, False), ("TERM", Who.PERSON, True), ("TERM", Who.NOBODY, True), ("TERM", Who.REQUEUE, False)],
+)
+def test_whose_wish_a_signal_tells(monkeypatch: pytest.MonkeyPatch, number: str, who: Who, expected: bool) -> None:
+    fields = {Who.PERSON: {"JobState": "CANCELLED"}, Who.REQUEUE: {"Restarts": "2"}}.get(who, {})
+    monkeypatch.setattr(client, "job_fields", lambda job: fields)
+    assert by_person(signal.Signals[f"SIG{number}"], JOB) is expected
+
+
+STOPPED = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by a request at step 9")
+KILLED = Verdict(Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("who", "verdict", "asked", "expected"),
+    [
+        (Who.REQUEUE, KILLED, None, Action.REQUEUE),
+        (Who.REQUEUE, Verdict(Action.DONE, ExitCode.DONE, "done"), None, Action.DONE),
+        (Who.REQUEUE, Verdict(Action.FAIL, ExitCode.USER_ERROR, "no such file"), None, Action.FAIL),
+        (Who.SCHEDULER, STOPPED, None, Action.REQUEUE),
+        (Who.SCHEDULER, STOPPED, "ann@login", Action.STOP),
+        (Who.SCHEDULER, KILLED, None, Action.DO_NOT_REQUEUE),
+        (Who.NOBODY, STOPPED, None, Action.STOP),
+        (Who.PERSON, STOPPED, None, Action.STOP),
+    ],
+)
+def test_what_follows_depends_on_who_ends_the_job(
+    who: Who, verdict: Verdict, asked: str | None, expected: Action
+) -> None:
+    assert in_view_of(who, verdict, asked).action is expected
+
+
+def test_a_requeue_by_slurm_is_no_failure_and_keeps_what_became_of_the_ranks() -> None:
+    final = in_view_of(Who.REQUEUE, KILLED, None)
+    assert final.exit_code is ExitCode.STOPPED and final.rank is None
+    assert KILLED.reason in final.reason
+
+
+def attempts(*jobs: str) -> list[dict[str, Any]]:
+    return [{"job": job} for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "replaces", "expected"),
+    [
+        (["7"], {}, 0),
+        (["7", "7", "7"], {}, 2),
+        (["6", "6", "7"], {}, 0),
+        (["6", "6", "7"], {"7": "6"}, 2),
+        (["5", "6", "7", "7"], {"7": "6", "6": "5"}, 3),
+        ([], {}, 0),
+    ],
+)
+def test_requeues_of_a_submission(jobs: list[str], replaces: dict[str, str], expected: int) -> None:
+    known = [Submitted(job, 0.0, "/", replaces=replaces.get(job)) for job in dict.fromkeys(jobs)]
+    assert requeue.requeues(attempts(*jobs), known, "7") == expected
+
+
+@pytest.fixture
+def run_after(tmp_path: Path) -> Callable[[Sequence[Verdict | None]], RunDir]:
+    """``run_after(verdicts)`` is a run whose job 7 has ended with these; with None nobody wrote one."""
+
+    def make(verdicts: Sequence[Verdict | None]) -> RunDir:
+        run = RunDir(tmp_path / "run")
+        run.create()
+        record(run, Submitted("7", 0.0, "/"))
+        for verdict in verdicts:
+            number = run.begin_attempt(job="7")
+            if verdict is not None:
+                run.end_attempt(number, verdict=verdict.to_json())
+        return run
+
+    return make
+
+
+def with_cap(number: int) -> Config:
+    return Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(max_requeues=number)))
+
+
+STOP = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by signal SIGTERM")
+AGAIN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 died")
+
+
+@pytest.mark.parametrize("between", [STOP, AGAIN, None])
+def test_the_cap_holds_whoever_requeued_the_job_in_between(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch, between: Verdict | None
+) -> None:
+    requeued: list[str] = []
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(client, "requeue", requeued.append)
+    run = run_after([AGAIN, between, AGAIN])
+    with pytest.raises(NoRequeue, match="max_requeues 2 is used up"):
+        requeue.requeue(with_cap(2), run, JOB)
+    assert not requeued
+    assert requeue.requeue(with_cap(3), run, JOB)
+    assert requeued == ["7"]
+
+
+def test_a_cancelled_job_is_never_requeued(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": "None"})
+    with pytest.raises(requeue.Ended, match="cancelled"):
+        requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+
+
+def test_a_site_that_forbids_requeue(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    forbidden = Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(requeue=False)))
+    with pytest.raises(UserError, match="requeue is false"):
+        requeue.requeue(forbidden, run_after([AGAIN]), JOB)
+
+
+def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None:
+    past = [
+        {"job": "7", "verdict": AGAIN.to_json()},
+        {"job": "7", "verdict": STOP.to_json()},
+        {"job": "7"},
+        {"job": "6"},
+    ]
+    assert unclean(past, "7") == 2
+    assert unclean([], "7") == 0

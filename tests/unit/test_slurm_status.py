@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.launch.slurm import client, logs, requeue, status, submission
+from hpctrain.launch.slurm import client, logs, status, submission
 from hpctrain.run_dir import RunDir
 
 
@@ -72,16 +72,6 @@ def test_mpi_types_of_old_and_new_slurm() -> None:
     old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"
     assert client.parse_mpi_types(new) == ["none", "pmix", "pmix_v4", "pmix_v5"]
     assert client.parse_mpi_types(old) == ["none", "pmi2", "pmix_v3"]
-
-
-def test_requeues_are_counted_since_somebody_acted() -> None:
-    def attempts(*actions: str | None) -> list[dict[str, Any]]:
-        return [{"verdict": {"action": action}} if action else {} for action in actions]
-
-    assert requeue.count(attempts()) == 0
-    assert requeue.count(attempts("requeue", None, "requeue")) == 3
-    assert requeue.count(attempts("requeue", "stop", "requeue")) == 1
-    assert requeue.count(attempts("requeue", "do_not_requeue")) == 0
 
 
 def test_sweeps(tmp_path: Path) -> None:

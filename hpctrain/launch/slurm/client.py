@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import HpctrainError, RunFailed, UserError
 
 TIMEOUT_S = 60
 """A controller under load answers within a minute or not at all."""
+
+SOON_S = 10
+"""For questions whose answer is of use only now: a job that Slurm ends has half a minute left."""
 
 SEPARATOR = "|"
 QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
@@ -122,10 +125,10 @@ def hosts(nodelist: str) -> list[str]:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Fields of ``scontrol show job``; empty when the job is purged."""
+    """Fields of ``scontrol show job``; empty when the job is purged, or Slurm does not answer soon."""
     try:
-        text = run(["scontrol", "--oneliner", "show", "job", job])
-    except RunFailed:
+        text = run(["scontrol", "--oneliner", "show", "job", job], timeout_s=SOON_S)
+    except HpctrainError:
         return {}
     return dict(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text))
 

@@ -10,19 +10,24 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpctrain.config import Config
-from hpctrain.errors import HpctrainError, NoRequeue, UserError
+from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.slurm import client, preflight, stage
 from hpctrain.launch.slurm.job import Job
-from hpctrain.launch.slurm.launcher import Launcher, candidates, once_a_node
+from hpctrain.launch.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
 from hpctrain.launch.slurm.preflight import Expected, Problem
 from hpctrain.launch.slurm.probe import scratch_dir
 from hpctrain.run_dir import RunDir
 
 STAGE_IN_S = 3600.0
 """Longest time that stage-in may take."""
+EMPTY_STEP_S = 30.0
+"""Longest time that a step which does nothing may take."""
+PMIX_STEPS = 2
+"""Steps of an attempt that have a PMIx server: preflight and launch."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         NoRequeue: a host that cannot take part; it is named.
     """
     found = launchers(config, job)
+    if any(isinstance(launcher, Srun) for launcher in found):
+        skip_steps(PMIX_STEPS * unclean(run.attempts()[:-1], job.id))
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies)
@@ -80,6 +87,23 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
         if config.task and job.ranks > 1 and not offered:
             raise
     return candidates(config.launch, job.nodes, job.ranks, offered, mpirun, flavour)
+
+
+def unclean(attempts: Sequence[Mapping[str, Any]], job: str) -> int:
+    """Earlier attempts of this job after which something of its steps may lie around on a node."""
+    clean = (ExitCode.DONE, ExitCode.STOPPED)
+    ours = [dict(attempt.get("verdict") or {}) for attempt in attempts if attempt.get("job") == job]
+    return sum(verdict.get("exit_code") not in clean for verdict in ours)
+
+
+def skip_steps(number: int) -> None:
+    """Uses up step numbers with empty steps.
+
+    A slurmstepd that dies leaves the socket of its PMIx server on its node, named after job and step. Slurm numbers the
+    steps of a requeued job from 0 again, so a step of the same number would find the address in use.
+    """
+    for _ in range(number):
+        _run(empty_step(), {}, EMPTY_STEP_S)
 
 
 def check(config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str) -> list[Problem]:

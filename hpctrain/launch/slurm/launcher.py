@@ -89,6 +89,11 @@ def once_a_node(nodes: int, command: Sequence[str]) -> list[str]:
     return ["srun", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *options, *command]
 
 
+def empty_step() -> list[str]:
+    """The command line of a job step that does nothing, on one node."""
+    return ["srun", "--mpi=none", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--input=none", "true"]
+
+
 def candidates(
     launch: LaunchConfig, nodes: int, ranks: int, offered: Sequence[str], mpirun: MpiRun | None, flavour: Flavour | None
 ) -> list[Launcher]:

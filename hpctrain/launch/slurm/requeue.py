@@ -12,16 +12,13 @@ from hpctrain.errors import NoRequeue, UserError
 from hpctrain.launch.slurm import client
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, record, submissions
-from hpctrain.launch.verdict import Action
+from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.monitor.exclude import excluded
 from hpctrain.run_dir import RunDir
 
-FINAL = {Action.DONE, Action.STOP, Action.FAIL, Action.DO_NOT_REQUEUE}
-"""Ends after which somebody has to act: requeues count anew."""
-
 
 class Ended(UserError):
-    """Slurm is ending the job already."""
+    """Somebody has cancelled the job."""
 
 
 def requeue(config: Config, run: RunDir, job: Job) -> bool:
@@ -31,43 +28,36 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     submitted anew.
 
     Raises:
-        Ended: somebody has cancelled the job, or Slurm itself requeues it.
+        Ended: somebody has cancelled the job.
         UserError: the site does not requeue.
         NoRequeue: the cap is reached.
         RunFailed: Slurm refused.
     """
     slurm = config.launch.slurm
-    if is_ending(client.job_fields(job.id)):
-        raise Ended("Slurm is ending the job already", "hpctrain resume goes on from the last checkpoint")
+    if who_ends(client.job_fields(job.id), job.restarts) is Who.PERSON:
+        raise Ended("the job has been cancelled", "hpctrain resume goes on from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    if count(run.attempts()) > slurm.max_requeues:
+    if requeues(run.attempts(), submissions(run), job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
     avoided = [entry.host for entry in excluded(run.monitor, time.time())]
     script = run.path / "job.sbatch"
     if avoided and config.monitor.action == "exclude_on_requeue" and script.exists():
         hosts = ",".join([*slurm.exclude, *avoided])
         number = client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"])
-        record(run, Submitted(number, time.time(), os.getcwd()))
+        record(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
         return False
     client.requeue(job.id)
     return True
 
 
-def is_ending(fields: Mapping[str, str]) -> bool:
-    """Whether somebody has cancelled the job, or Slurm itself requeues it; after a time limit it is for us to go on.
-
-    A cancelled job whose processes still end is COMPLETING, as is every other that ends; its reason is then None.
-    """
-    state = fields.get("JobState")
-    ours = fields.get("Reason") in ("TimeLimit", "NodeFail", "NodeDown")
-    return state in ("CANCELLED", "PREEMPTED") or (state == "COMPLETING" and not ours)
-
-
-def count(attempts: Sequence[Mapping[str, Any]]) -> int:
-    """Attempts since the run was submitted by hand: those after the last final verdict."""
-    actions = [dict(attempt.get("verdict") or {}).get("action") for attempt in attempts]
-    return next((number for number, action in enumerate(reversed(actions)) if action in FINAL), len(actions))
+def requeues(attempts: Sequence[Mapping[str, Any]], jobs: Sequence[Submitted], job: str) -> int:
+    """Times that the job, or one that it replaces, has started again: by us, by Slurm or by a person."""
+    replaced = {each.job: each.replaces for each in jobs}
+    line: list[str | None] = [job]
+    while (before := replaced.get(str(line[-1]))) is not None:
+        line.append(before)
+    return max(0, sum(attempt.get("job") in line for attempt in attempts) - 1)
 
 
 def end_chain(run: RunDir, job: Job) -> None:

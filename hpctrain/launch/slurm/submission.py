@@ -54,6 +54,8 @@ class Submitted:
     """Folder that the job starts in: relative paths of the task are meant from there."""
     chain: int = 0
     """Place in a chain of jobs that follow each other."""
+    replaces: str | None = None
+    """Job that this one goes on for, without the hosts that the monitor excludes."""
 
 
 def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from hpctrain import facts
 from hpctrain.config import Config
 from hpctrain.config_file import dump, load
-from hpctrain.errors import HpctrainError, NoRequeue, UserError
+from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch import live_lock
 from hpctrain.launch.local import plain_command, rank_environment
 from hpctrain.launch.slurm import client, in_job, requeue
 from hpctrain.launch.slurm.directives import ranks_per_node
 from hpctrain.launch.slurm.job import Job, current
 from hpctrain.launch.slurm.submission import ALIVE, Submitted, record, settle, signal_s, submissions
+from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.staged import STAGED
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
@@ -49,12 +50,46 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         facts={"job": job.id, "restarts": job.restarts, "nodes": job.nodes, "ranks": job.ranks, **facts.of_run()},
         run_yaml=dump(config),
         verbose=verbose,
-        # Only our own signal asks us to go on. SIGTERM comes with scancel; where Slurm wants the job again (scontrol
-        # requeue, preemption), it requeues the job itself.
-        by_person=lambda number: number != signal.SIGUSR1,
+        by_person=lambda number: by_person(number, job),
     )
-    report(verdict, run_dir)
-    return follow(verdict, config, run_dir, job)
+    who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
+    final = in_view_of(who, verdict, asked=run_dir.stop_requested_by())
+    if final is not verdict:
+        run_dir.end_attempt(run_dir.attempts()[-1]["attempt"], verdict=final.to_json())
+    report(final, run_dir)
+    if who is Who.REQUEUE and final.action is Action.REQUEUE:
+        time.sleep(LEAVE_S)
+        return final.exit_code
+    return follow(final, config, run_dir, job)
+
+
+def by_person(number: int, job: Job) -> bool:
+    """Whether a signal says that the run is to stay stopped.
+
+    Our own signal never does. SIGTERM comes with scancel, but also where Slurm itself wants the nodes.
+    """
+    if number == signal.SIGUSR1:
+        return False
+    return who_ends(client.job_fields(job.id), job.restarts) in (Who.PERSON, Who.NOBODY)
+
+
+def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
+    """The verdict, knowing who ends the job; pure.
+
+    Args:
+        who: who ends it.
+        verdict: from the ranks' last words.
+        asked: who made the STOP file, none if nobody did.
+    """
+    if who is Who.REQUEUE and verdict.action not in (Action.DONE, Action.FAIL):
+        # Not a failure of the run: whatever became of the ranks was Slurm's doing.
+        what = f"Slurm put the job back into the queue ({verdict.reason})"
+        return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, "nothing to do: it goes on from the last checkpoint")
+    stopped = verdict.action is Action.STOP and verdict.exit_code == ExitCode.STOPPED
+    if who is Who.SCHEDULER and stopped and asked is None:
+        # Only the ranks were told, by the SIGTERM that preemption sends to a job's steps.
+        return dataclasses.replace(verdict, action=Action.REQUEUE, reason=f"preempted: {verdict.reason}")
+    return verdict
 
 
 def as_allocated(config: Config, job: Job) -> Config:

@@ -1,0 +1,42 @@
+"""Who ends a job, read from what Slurm says of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+GOING_ON = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING")
+NOBODYS_WISH = ("TimeLimit", "NodeFail", "NodeDown")
+"""Reasons with which Slurm ends a job that nobody has cancelled."""
+
+
+class Who(StrEnum):
+    """Who ends a job."""
+
+    NOBODY = "nobody"
+    """It goes on, as far as Slurm knows."""
+    PERSON = "person"
+    """Cancelled, or ended in a way that cannot be told from that: nobody else may start it again."""
+    SCHEDULER = "scheduler"
+    """At its time limit, or being preempted: to go on is for us."""
+    REQUEUE = "requeue"
+    """Slurm has put it back into the queue already: scontrol requeue, preemption."""
+
+
+def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
+    """Who ends the job that this process runs in.
+
+    Args:
+        fields: of ``scontrol show job``; empty where Slurm does not tell.
+        restarts: times that the job had been requeued when this process started.
+    """
+    state = fields.get("JobState", "RUNNING")
+    if int(fields.get("Restarts") or 0) > restarts:
+        return Who.REQUEUE
+    if state in GOING_ON:
+        # Preemption with a grace time: the job runs on until that is over, and only the ranks get SIGTERM.
+        return Who.SCHEDULER if fields.get("PreemptTime", "None") != "None" else Who.NOBODY
+    # A job whose processes still end is COMPLETING, whatever ends it; of a cancelled one the reason is None.
+    if state in ("COMPLETING", "TIMEOUT", "NODE_FAIL") and fields.get("Reason") in NOBODYS_WISH:
+        return Who.SCHEDULER
+    return Who.PERSON
