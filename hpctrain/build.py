@@ -14,6 +14,7 @@ from hpctrain.data.dataset import Dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.errors import UserError
+from hpctrain.event_writer import EventWriter
 from hpctrain.frameworks import tensorflow_runtime
 from hpctrain.launch.output import shown_columns
 from hpctrain.launch.staged import staged_args
@@ -120,14 +121,15 @@ def make_hooks(
     hooks: list[Hook] = []
     if config.train.early_stop.metric is not None:
         hooks.append(EarlyStop(config.train.early_stop))
-    hooks.append(StopRequests(session.signals, run_dir))
+    writer = EventWriter(run_dir.events, session.warn)
+    hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
-        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, run_dir.append_event, fresh))
+        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, fresh))
     hooks.append(MonitorHook(monitor))
-    hooks.append(EventsHook(run_dir, monitor.clock, config.track.every_steps, make_sinks(config, session, run_dir)))
+    hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, make_sinks(config, session, run_dir)))
     return hooks
 
 

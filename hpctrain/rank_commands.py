@@ -141,6 +141,8 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
 
 def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> None:
     """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept."""
+    from hpctrain.errors import RunFailed
+
     size = session.world.size
     saved: dict[str, Any] = {}
     if session.world.rank == 0:
@@ -151,6 +153,9 @@ def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> Non
 
     def announce(choice: Choice) -> None:
         if session.world.rank == 0:
-            run_dir.update(reducer={"ranks": size, **choice.to_event()})
+            try:
+                run_dir.update(reducer={"ranks": size, **choice.to_event()})
+            except RunFailed as error:
+                session.warn(f"{error.what}; training goes on, a resumed run measures its reducers again")
 
     framework.announce = announce

@@ -190,7 +190,7 @@ class RunDir:
     # events
 
     def append_event(self, event: str, step: int, **fields: Any) -> None:
-        """Appends to events.jsonl; rank 0 only.
+        """Appends to events.jsonl; rank 0 only. Training uses EventWriter, which does not raise.
 
         Raises:
             RunFailed: it cannot be written (full disk).
@@ -265,20 +265,27 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _append(path: Path, event: str, step: int, fields: Mapping[str, Any]) -> None:
-    """One write of one whole line. A line that a crash tore before it is closed first, so that it spoils nothing."""
+    """One line."""
     line = events.encode({"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields})
     try:
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            size = os.fstat(handle).st_size
-            if size and os.pread(handle, 1, size - 1) != b"\n":
-                line = b"\n" + line
-            if os.write(handle, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(handle)
+        if append_bytes(path, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise _cannot_write(path, error) from error
+
+
+def append_bytes(path: Path, lines: bytes) -> int:
+    """Appends whole lines in one write; how many bytes of them there was room for.
+
+    A line that a crash or a full disk tore before is closed first, so that it spoils nothing. Raises OSError.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        return max(0, os.write(handle, b"\n" * torn + lines) - torn)
+    finally:
+        os.close(handle)
 
 
 def create_exclusively(path: Path, content: bytes) -> bool:

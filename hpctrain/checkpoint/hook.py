@@ -21,7 +21,7 @@ from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saver import Outcome, Saver, open_saver
 from hpctrain.checkpoint.shard import host_buffer
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import UserError
 from hpctrain.run_dir import RunDir, current_attempt
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, StopReason
@@ -58,7 +58,7 @@ class CheckpointHook(BaseHook):
             policy: when to save.
             config: how to save.
             identity: what a resumed run must share; see ``changes``.
-            report: called on rank 0 as report(event, step, **fields).
+            report: called on rank 0 as report(event, step, **fields); does not raise.
             fresh: do not resume.
         """
         self.store = store
@@ -185,8 +185,7 @@ class CheckpointHook(BaseHook):
             return None
         path = str(outcome.path)
         if outcome.error:
-            with suppress(RunFailed):  # the disk may be too full for the event, too
-                self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
+            self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
             self.store.fence()
             return outcome
         self.saved_step = outcome.step
@@ -206,8 +205,9 @@ class CheckpointHook(BaseHook):
     def _report(self, event: str, step: int, **fields: Any) -> None:
         """On rank 0."""
         if self.store.group.rank == 0:
-            for line in told(event, step, fields):
-                print(line, flush=True)
+            with suppress(OSError):  # the job's output may be on the disk that is full
+                for line in told(event, step, fields):
+                    print(line, flush=True)
             self.report(event, step, **fields)
 
 
@@ -243,7 +243,7 @@ def checkpoint_hook(
         run_dir: has the checkpoints, and the fence between attempts.
         global_batch: samples of one update, as resolved for this number of ranks.
         fingerprint: of the training data.
-        report: takes events on rank 0: report(event, step, **fields).
+        report: takes events on rank 0: report(event, step, **fields); does not raise.
         fresh: begin anew although there are checkpoints.
     """
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)

@@ -210,8 +210,12 @@ class Session:
         """The one message."""
         where = f"rank {self.world.rank} on {self.world.host}: " if self.world.size > 1 else ""
         logged = self.user_stderr != 2 and self.run_dir is not None
-        text = f"hpctrain: {where}{what}\n  fix: {fix}\n" + (f"  traceback: {self.log()}\n" if logged else "")
-        os.write(self.user_stderr, text.encode())
+        self.warn(f"{where}{what}\n  fix: {fix}" + (f"\n  traceback: {self.log()}" if logged else ""))
+
+    def warn(self, text: str) -> None:
+        """To the user's standard error, wherever this rank's own goes. That it cannot be told ends nothing."""
+        with contextlib.suppress(OSError):
+            os.write(self.user_stderr, f"hpctrain: {text}\n".encode())
 
     def conclude(self) -> None:
         """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,9 +32,11 @@ class StopRequests(BaseHook):
     its messages travelled during the step, so reading it does not wait.
     """
 
-    def __init__(self, signals: StopSignals, run_dir: RunDir) -> None:
+    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[..., None]) -> None:
+        """``report`` is called on rank 0 as report(event, step, **fields)."""
         self.signals = signals
         self.run_dir = run_dir
+        self.report = report
         self.comm: Any = None
         self.request: Any = None
         self.mine = np.zeros(1, dtype=np.int32)
@@ -57,7 +60,7 @@ class StopRequests(BaseHook):
         if not flag:
             return None
         if trainer.world.rank == 0:
-            self.run_dir.append_event("stop_requested", trainer.state.step, by=self.describe(flag))
+            self.report("stop_requested", trainer.state.step, by=self.describe(flag))
         return StopReason.REQUESTED
 
     def agree(self) -> int:

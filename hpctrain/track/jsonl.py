@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain import facts
 from hpctrain.events import Event
-from hpctrain.run_dir import RunDir, current_attempt
+from hpctrain.run_dir import current_attempt
 from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
+    from hpctrain.event_writer import EventWriter
     from hpctrain.train.framework import StepResult, Sums
     from hpctrain.train.loop import Trainer
 
@@ -33,14 +35,16 @@ class EventsHook(BaseHook):
     ranks' sums are added in one exchange. Rank 0 writes.
 
     Args:
-        run_dir: where events.jsonl is.
+        writer: of events.jsonl; closed here, for nothing is told later.
         clock: gives the seconds of each phase.
         every_steps: length of an interval.
         sinks: get the same events; of rank 0.
     """
 
-    def __init__(self, run_dir: RunDir, clock: SecondsByPhase, every_steps: int, sinks: Sequence[Sink] = ()) -> None:
-        self.run_dir = run_dir
+    def __init__(
+        self, writer: EventWriter, clock: SecondsByPhase, every_steps: int, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self.writer = writer
         self.clock = clock
         self.every_steps = every_steps
         self.sinks = sinks
@@ -83,6 +87,7 @@ class EventsHook(BaseHook):
 
     def close(self) -> None:
         """See Hook."""
+        self.writer.close()
         for sink in self.sinks:
             sink.close()
 
@@ -100,6 +105,7 @@ class EventsHook(BaseHook):
             framework=getattr(trainer.framework, "name", type(trainer.framework).__name__),
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
+            gradient_bytes=trainer.framework.gradient_bytes,
             versions=facts.versions(),
             total_steps=trainer.plan.total_steps,
         )
@@ -136,10 +142,11 @@ class EventsHook(BaseHook):
         """To events.jsonl and to the sinks; on rank 0."""
         if trainer.world.rank != 0:
             return
-        self.run_dir.append_event(event, step, **fields)
+        self.writer.append(event, step, **fields)
         line: Event = {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
         for sink in self.sinks:
-            sink.event(line)
+            with suppress(OSError):  # a full disk, a closed pipe
+                sink.event(line)
 
 
 def reducer_name(framework: Any) -> str:

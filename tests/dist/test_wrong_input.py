@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,19 +184,34 @@ def events_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_disk_that_is_full_when_events_are_written(tmp_path):
-    mounted = tmp_path / "run"
+def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
+    """Two ranks whose run folder is a small file system of its own, which is full from the fourth step on."""
+    mounted = folder / "run"
     mounted.mkdir()
-    sections = {"track": {"every_steps": 1}, "checkpoint": {"enabled": False}, "task_args": {"rank": 0}}
-    path = write_run(tmp_path, "fill", train={"steps": 1000}, **sections)
+    path = write_run(folder, "fill", train={"steps": 300}, task_args={"rank": 0}, track={"every_steps": 1}, **sections)
     apart = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("not permitted here: a mount namespace")
     script = 'mount -t tmpfs -o size=4M tmpfs "$1" && shift && "$@"; code=$?; tail "$RUN/events.jsonl"; exit $code'
     words_ = [*apart, "bash", "-c", script, "bash", str(mounted), *HPCTRAIN, "run", "-n", "2", str(path)]
-    result = run_in_group(words_, rank_environment({"RUN": str(mounted)}), None, 60)
-    refused(result, 70, "events.jsonl: No space left on device", "free space")
-    assert '"event": "train"' in result.stdout
+    return run_in_group(words_, rank_environment({"RUN": str(mounted)}), None, 60)
+
+
+def test_a_disk_that_is_full_when_events_are_written_costs_the_events_not_the_run(tmp_path):
+    result = run_on_a_disk_that_fills(tmp_path, checkpoint={"enabled": False})
+    assert result.returncode == 0, result.output
+    assert result.stderr.count("events.jsonl cannot be written: No space left on device; training goes on") == 1
+    assert re.search("events of this run that are lost: 2[0-9][0-9]", result.stderr), result.output
+    assert "completed at step 300" in result.stdout and '"event": "train"' in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_a_disk_that_is_full_when_the_end_is_saved_fails_the_run(tmp_path):
+    result = run_on_a_disk_that_fills(tmp_path, checkpoint={"every_steps": 100})
+    assert result.returncode == 70, result.output
+    assert result.stdout.count("FAILED: rank 0: ") >= 2 and "training goes on, older checkpoints are" in result.stdout
+    assert "the checkpoint of step 300 was not written" in result.stderr and "free space" in result.stderr
+    assert "Traceback" not in result.output
 
 
 def test_more_ranks_than_samples_of_a_batch(tmp_path):

@@ -36,7 +36,7 @@ def run_dir(tmp_path) -> RunDir:
 def steps_until_stop(signals, run_dir, ask) -> int:
     """Steps that a run of one rank makes after somebody asks it to stop."""
     trainer = SimpleNamespace(world=alone(), state=TrainState(step=5))
-    hook = StopRequests(signals, run_dir)
+    hook = StopRequests(signals, run_dir, run_dir.append_event)
     hook.before_fit(trainer)
     assert hook.after_step(trainer, None) is None
     hook.next_look = 0.0  # the next look is due
