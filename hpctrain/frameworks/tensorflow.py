@@ -113,6 +113,11 @@ class KerasFramework:
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
 
+    @property
+    def gradient_bytes(self) -> int:
+        """See Framework."""
+        return 4 * self.flat.layout.gradients
+
     def set_learning_rate(self, factor: float) -> None:
         """See Framework."""
         if self.learning_rate is None:

@@ -112,6 +112,11 @@ class TorchFramework:
         seed_python(rank_seed)
         seed(rank_seed)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """See Framework."""
+        return sum(4 * parameter.numel() for parameter in self.parameters)
+
     def set_learning_rate(self, factor: float) -> None:
         """See Framework."""
         if factor != self.rate_factor:

@@ -43,6 +43,10 @@ class Framework(Protocol):
     announce: Callable[[Choice], None] | None
     """Told of an automatic choice of the reducer, when it is made."""
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients in fp32, before any compression."""
+
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the optimizer's own learning rates, as they were when the task was made."""
 
