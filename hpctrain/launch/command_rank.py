@@ -19,6 +19,7 @@ from hpctrain.launch import processes
 from hpctrain.launch.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.launch.launchers import signal_name
 from hpctrain.launch.output import redirect
+from hpctrain.launch.signals import StopSignals
 from hpctrain.run_dir import RUN_DIR, RunDir, current_attempt
 
 RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -38,6 +39,8 @@ def main() -> int:
     file = WordFile.of(run_dir, attempt, word)
     file.begin(word)
     redirect(run_dir.log("x" if word.rank is None else word.rank, attempt), keep_stdout=word.rank == 0)
+    signals = StopSignals()
+    signals.install()
     # The program may be one of ours with a run folder of its own.
     environment = {name: value for name, value in os.environ.items() if name != RUN_DIR}
     try:
@@ -49,19 +52,22 @@ def main() -> int:
         code = ExitCode.USER_ERROR
         file.end(dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=code, error=why))
         return code
-    asked = watch(child, run_dir)
+    asked = watch(child, run_dir, signals)
     last = ending(word, sys.argv[1], child.returncode, asked)
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
 
 
-def watch(child: subprocess.Popen[bytes], run_dir: RunDir) -> bool:
-    """Waits for the program's end and passes a stop request on, once; whether there was one."""
+def watch(child: subprocess.Popen[bytes], run_dir: RunDir, signals: StopSignals) -> bool:
+    """Waits for the program's end and passes a stop request on, once; whether there was one.
+
+    A signal is not passed on: schedulers send it to all processes of a rank, and the program may need its time to end.
+    """
     asked, next_look = False, 0.0
     while True:
         try:
             child.wait(TICK_S)
-            return asked
+            return asked or bool(signals.received)
         except subprocess.TimeoutExpired:
             pass
         if not asked and time.monotonic() >= next_look:

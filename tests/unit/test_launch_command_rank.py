@@ -59,12 +59,12 @@ def test_the_launcher_says_which_rank(environ: dict[str, str], expected: int | N
     assert rank(environ) == expected
 
 
-def start(run_dir: RunDir, *command: str) -> subprocess.Popen[str]:
+def start(run_dir: RunDir, *command: str, process_group: int | None = None) -> subprocess.Popen[str]:
     """A rank of a command in a run folder."""
     run_dir.create()
     environment = {**os.environ, RUN_DIR: str(run_dir.path), ATTEMPT: "1"}
     words = [sys.executable, "-m", "hpctrain.launch.command_rank", *command]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True, process_group=process_group)
 
 
 def word(run_dir: RunDir) -> dict[str, object]:
@@ -89,6 +89,16 @@ def test_the_stop_file_becomes_a_signal(tmp_path: Path) -> None:
     run_dir.request_stop("a test")
     process.communicate(timeout=30)
     assert process.returncode == 0, "launchers end all ranks where one fails"
+    assert word(run_dir)["ending"] == "stop_requested"
+
+
+def test_a_signal_to_all_processes_leaves_the_program_its_time(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    program = "trap 'echo saving; sleep 0.2; echo saved; exit 75' TERM; echo ready; while :; do sleep 0.05; done"
+    process = start(run_dir, "bash", "-c", program, process_group=0)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "saving\nsaved\n"
     assert word(run_dir)["ending"] == "stop_requested"
 
 
