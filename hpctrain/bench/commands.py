@@ -10,6 +10,7 @@ BENCHMARKS = {
     "reduce": "the exchange of gradients alone, by size and reducer",
     "data": "samples per second, and whether prefetch hides the reading",
     "checkpoint": "stall, write and read of a checkpoint beside raw writes, torch.save and DCP",
+    "scaling": "a run at several sizes: efficiency, where time goes, how many nodes are worth it",
     "straggler": "recall, precision and latency of the monitor on replayed slow-downs",
 }
 

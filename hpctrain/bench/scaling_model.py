@@ -1,0 +1,195 @@
+"""The step of a training run at any number of ranks, with the uncertainty of what is said of it. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hpctrain.bench.scaling_fit import Amdahl, ExchangeModel, Floats, Link, Sample, Shape, fit_amdahl, fit_exchange
+
+Mode = Literal["weak", "strong"]
+
+COMPUTE, EXCHANGE, DATA, REST = range(4)
+PARTS = ("compute", "exchange", "data", "rest")
+DRAWS = 200
+BAND = (5, 95)
+"""Percentiles of the draws that bound a prediction."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Steps of the training runs of one shape."""
+
+    shape: Shape
+    global_batch: int
+    parts: Floats
+    """float64[intervals, 4]: seconds of a step by PARTS, mean of an interval."""
+
+    @property
+    def median(self) -> Floats:
+        """float64[4]: of each part."""
+        return np.asarray(np.median(self.parts, axis=0))
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step."""
+        return float(np.median(self.parts.sum(axis=1)))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a run exchanges."""
+
+    bytes: int
+    through_mpi: bool
+    """By the same means as the measured exchanges; where not (NCCL), their model gives the shape of the curve only."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step at any shape."""
+
+    own: Amdahl
+    """All but the exchange."""
+    exchange: ExchangeModel
+    gradients: Gradients
+    scale: float = 1.0
+    """Exchanges of the runs over those of the model, where they go by other means."""
+    excess_s: float = 0.0
+    """Exchanges of the runs beyond the model: waiting for slower ranks; negative where backward hides a part."""
+
+    def exchange_s(self, shape: Shape) -> float:
+        """The exchange's part of a step."""
+        if shape.ranks == 1:
+            return 0.0
+        return max(0.0, self.scale * self.exchange.seconds(shape, self.gradients.bytes) + self.excess_s)
+
+    def seconds(self, shape: Shape) -> float:
+        """A whole step."""
+        return self.own.seconds(shape.ranks) + self.exchange_s(shape)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One shape: what is expected there, and between which bounds."""
+
+    shape: Shape
+    step_s: float
+    low_s: float
+    high_s: float
+    exchange_s: float
+    efficiency: float
+    low: float
+    high: float
+    """Bounds of the efficiency."""
+
+
+def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gradients: Gradients) -> StepModel:
+    """A model of the step from runs of several shapes.
+
+    With weak scaling a rank's own work stays what it is on the fullest nodes measured; strong scaling divides it.
+    """
+    fullest = max(timing.shape.ranks_per_node for timing in timings)
+    own = [(timing, float(timing.median.sum() - timing.median[EXCHANGE])) for timing in timings]
+    full = [pair for pair in own if pair[0].shape.ranks_per_node == fullest]
+    if mode == "weak":
+        work = Amdahl(float(np.median([seconds for _, seconds in full])), 0.0)
+    else:
+        chosen = full if len(full) > 1 else own
+        work = fit_amdahl([timing.shape.ranks for timing, _ in chosen], [seconds for _, seconds in chosen])
+    most = max(timing.shape.nodes for timing in timings)
+    spread = [each for each in timings if each.shape.ranks > 1 and (each.shape.nodes > 1 or most == 1)]
+    pairs = [(float(each.median[EXCHANGE]), exchange.seconds(each.shape, gradients.bytes)) for each in spread]
+    known = [(measured, model) for measured, model in pairs if model > 0]
+    if not known:
+        return StepModel(work, exchange, gradients)
+    if gradients.through_mpi:
+        excess = float(np.median([measured - model for measured, model in known]))
+        return StepModel(work, exchange, gradients, excess_s=excess)
+    return StepModel(work, exchange, gradients, scale=float(np.median([measured / model for measured, model in known])))
+
+
+def predict(
+    mode: Mode,
+    timings: Sequence[Timing],
+    samples: Sequence[Sample],
+    gradients: Gradients,
+    shapes: Sequence[Shape],
+    assumed: Link | None = None,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Steps at the given shapes, with bounds: the fit repeated on measurements drawn anew from those made (bootstrap),
+    widened by the worst misfit at a shape that was measured. What no measurement holds (other switches, other
+    algorithms of the MPI library at other sizes) the bounds do not hold either.
+
+    Args:
+        mode: whether work grows with the ranks.
+        timings: runs; the first is the base of the efficiency.
+        samples: measured exchanges.
+        gradients: what each step exchanges.
+        shapes: where to predict.
+        assumed: link between nodes, where none was measured.
+        seed: of the draws.
+    """
+    base = timings[0]
+    best = _model(mode, timings, samples, gradients, assumed)
+    misfit = max(abs(best.seconds(each.shape) / each.step_s - 1) for each in timings)
+    generator = np.random.default_rng(seed)
+    drawn: list[list[float]] = []
+    drawn_efficiency: list[list[float]] = []
+    for _ in range(DRAWS):
+        again = [_redraw(timing, generator) for timing in timings]
+        model = _model(mode, again, _redraw_samples(samples, generator), gradients, assumed)
+        steps = [model.seconds(shape) for shape in shapes]
+        drawn.append(steps)
+        drawn_efficiency.append(
+            [efficiency(mode, base.shape, again[0].step_s, *pair) for pair in zip(shapes, steps, strict=True)]
+        )
+    found = []
+    for index, shape in enumerate(shapes):
+        step = best.seconds(shape)
+        low_s, high_s = np.percentile([steps[index] for steps in drawn], BAND)
+        low, high = np.percentile([each[index] for each in drawn_efficiency], BAND)
+        mid = efficiency(mode, base.shape, base.step_s, shape, step)
+        found.append(
+            Prediction(
+                shape,
+                step,
+                float(min(step, low_s) * (1 - misfit)),
+                float(max(step, high_s) * (1 + misfit)),
+                best.exchange_s(shape),
+                mid,
+                float(min(mid, low) / (1 + misfit)),
+                float(max(mid, high) * (1 + misfit)),
+            )
+        )
+    return found
+
+
+def efficiency(mode: Mode, base: Shape, base_s: float, shape: Shape, step_s: float) -> float:
+    """Speed a rank, in relation to the base's: 1 is ideal."""
+    ideal = base_s if mode == "weak" else base_s * base.ranks / shape.ranks
+    return ideal / step_s
+
+
+def _model(
+    mode: Mode, timings: Sequence[Timing], samples: Sequence[Sample], gradients: Gradients, assumed: Link | None
+) -> StepModel:
+    exchange = fit_exchange(samples)
+    return fit_steps(mode, timings, ExchangeModel(exchange.inside, exchange.between or assumed), gradients)
+
+
+def _redraw(timing: Timing, generator: np.random.Generator) -> Timing:
+    rows = generator.integers(0, len(timing.parts), len(timing.parts))
+    return Timing(timing.shape, timing.global_batch, timing.parts[rows])
+
+
+def _redraw_samples(samples: Sequence[Sample], generator: np.random.Generator) -> list[Sample]:
+    """As many of each shape and size as there are."""
+    groups: dict[tuple[Shape, int], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.shape, sample.bytes), []).append(sample)
+    return [group[index] for group in groups.values() for index in generator.integers(0, len(group), len(group))]
