@@ -45,26 +45,29 @@ def test_more_nodes_are_predicted_within_the_bounds(mode: Mode) -> None:
         assert each.low <= each.efficiency <= each.high
 
 
-def test_noise_widens_the_bounds() -> None:
+def bounds_s(noise: float, shape: Shape) -> float:
+    """Width of a prediction from runs of one node and two."""
     shapes = [Shape(1, 1), Shape(2, 1)]
+    timings = [timing(each, "weak", noise) for each in shapes]
+    (found,) = predict("weak", timings, exchanges(LINKS, shapes[1:], noise=noise), GRADIENTS, [shape])
+    return found.high_s - found.low_s
 
-    def width(noise: float) -> float:
-        timings = [timing(shape, "weak", noise) for shape in shapes]
-        (found,) = predict(
-            "weak", timings, exchanges(LINKS, shapes[1:], noise=noise), GRADIENTS, [Shape(8, 1)], seed=1
-        )
-        return found.high_s - found.low_s
 
-    assert width(0.1) > 3 * width(0.01)
+def test_noise_widens_the_bounds() -> None:
+    assert bounds_s(0.1, Shape(2, 1)) > 3 * bounds_s(0.01, Shape(2, 1))
+
+
+def test_what_was_not_measured_has_wider_bounds() -> None:
+    exchange_s = ExchangeModel(between=LINKS.between).seconds(Shape(8, 1), GRADIENTS.bytes)
+    assert bounds_s(0.0, Shape(2, 1)) < 0.001 * WORK_S
+    assert bounds_s(0.0, Shape(8, 1)) > 2 * 0.25 * exchange_s
 
 
 def test_by_other_means_than_mpi_the_model_is_scaled_to_the_runs() -> None:
     shapes = [Shape(1, 1), Shape(2, 1)]
     timings = [timing(shape, "weak", noise=0.0, overhead_s=0.0) for shape in shapes]
     slower = ExchangeModel(between=Link(10 * 5e-5, 10 * 1e-9))
-    (found,) = predict(
-        "weak", timings, exchanges(slower, shapes[1:]), Gradients(GRADIENTS.bytes, False), [Shape(4, 1)]
-    )
+    (found,) = predict("weak", timings, exchanges(slower, shapes[1:]), Gradients(GRADIENTS.bytes, False), [Shape(4, 1)])
     between = ExchangeModel(between=LINKS.between)
     assert found.exchange_s == pytest.approx(between.seconds(Shape(4, 1), GRADIENTS.bytes), rel=0.01)
 
