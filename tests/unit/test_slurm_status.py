@@ -67,6 +67,12 @@ def test_lines_of_squeue() -> None:
     assert client.parse_queue("15|15|N/A|RUNNING|0:10|0:50|1:00|n[1-2]|x|None").id == "15"
 
 
+def test_fields_of_scontrol() -> None:
+    line = "JobId=7 JobState=RUNNING Restarts=1 NodeList=n[1-2] Comment=what if JobState=CANCELLED Restarts=9"
+    fields = client.parse_fields(line)
+    assert (fields["JobState"], fields["Restarts"], fields["NodeList"]) == ("RUNNING", "1", "n[1-2]")
+
+
 def test_mpi_types_of_old_and_new_slurm() -> None:
     new = "MPI plugin types are...\n\tnone\n\tpmix\nspecific pmix plugin versions available: pmix_v4,pmix_v5\n"
     old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"

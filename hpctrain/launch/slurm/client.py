@@ -130,7 +130,12 @@ def job_fields(job: str) -> dict[str, str]:
         text = run(["scontrol", "--oneliner", "show", "job", job], timeout_s=SOON_S)
     except HpctrainError:
         return {}
-    return dict(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text))
+    return parse_fields(text)
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """Fields of one line of scontrol; where a name stands twice the first counts, for comments come late."""
+    return dict(reversed(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text)))
 
 
 def mpi_types() -> list[str]:
