@@ -31,14 +31,17 @@ class Timing:
     """float64[intervals, 4]: seconds of a step by PARTS, mean of an interval."""
 
     @property
-    def median(self) -> Floats:
-        """float64[4]: of each part."""
-        return np.asarray(np.median(self.parts, axis=0))
+    def typical(self) -> Floats:
+        """float64[4]: seconds of each part, mean over the intervals whose steps are of middling length. A median whose
+        parts add up to the step."""
+        steps = self.parts.sum(axis=1)
+        low, high = np.percentile(steps, (25, 75))
+        return np.asarray(self.parts[(steps >= low) & (steps <= high)].mean(axis=0))
 
     @property
     def step_s(self) -> float:
-        """Median seconds of a step."""
-        return float(np.median(self.parts.sum(axis=1)))
+        """Typical seconds of a step."""
+        return float(self.typical.sum())
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gr
     With weak scaling a rank's own work stays what it is on the fullest nodes measured; strong scaling divides it.
     """
     fullest = max(timing.shape.ranks_per_node for timing in timings)
-    own = [(timing, float(timing.median.sum() - timing.median[EXCHANGE])) for timing in timings]
+    own = [(timing, float(timing.step_s - timing.typical[EXCHANGE])) for timing in timings]
     full = [pair for pair in own if pair[0].shape.ranks_per_node == fullest]
     if mode == "weak":
         work = Amdahl(float(np.median([seconds for _, seconds in full])), 0.0)
@@ -104,7 +107,7 @@ def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gr
         work = fit_amdahl([timing.shape.ranks for timing, _ in chosen], [seconds for _, seconds in chosen])
     most = max(timing.shape.nodes for timing in timings)
     spread = [each for each in timings if each.shape.ranks > 1 and (each.shape.nodes > 1 or most == 1)]
-    pairs = [(float(each.median[EXCHANGE]), exchange.seconds(each.shape, gradients.bytes)) for each in spread]
+    pairs = [(float(each.typical[EXCHANGE]), exchange.seconds(each.shape, gradients.bytes)) for each in spread]
     known = [(measured, model) for measured, model in pairs if model > 0]
     if not known:
         return StepModel(work, exchange, gradients)

@@ -136,7 +136,7 @@ def _measured(mode: Mode, base: Timing, timing: Timing, crowded: Sequence[Shape]
         "intervals": len(timing.parts),
         "step_s": timing.step_s,
         "step_quartiles_s": [float(low), float(high)],
-        **{f"{name}_s": float(seconds) for name, seconds in zip(PARTS, timing.median, strict=True)},
+        **{f"{name}_s": float(seconds) for name, seconds in zip(PARTS, timing.typical, strict=True)},
         "samples_per_s": timing.global_batch / timing.step_s,
         "efficiency": efficiency(mode, base.shape, base.step_s, timing.shape, timing.step_s),
         "oversubscribed": timing.shape in crowded,

@@ -1,0 +1,26 @@
+"""``hpctrain bench scaling --slurm``: each size is a job on nodes of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.slurm.run import Run
+
+
+@pytest.mark.slow
+def test_sizes_are_jobs_and_a_link_between_nodes_is_measured(new_run: Callable[..., Run]) -> None:
+    run = new_run(
+        task="hpctrain.tasks.torch_digits:task",
+        train={"epochs": 1, "global_batch": 64},
+        reduce={"kind": "mpi"},
+        launch={"ranks_per_node": 1},
+    )
+    options = ["--ranks", "1,2", "--mode", "weak", "--steps", "24", "--rounds", "1", "--slurm", "--json"]
+    result = json.loads(run.hpctrain("bench", "scaling", run.file, *options, timeout=240).stdout)
+    assert [(row["nodes"], row["ranks"]) for row in result["modes"]["weak"]["measured"]] == [(1, 1), (2, 2)]
+    assert result["exchange"]["between_nodes"]["bytes_per_s"] > 1e7
+    assert result["exchange"]["inside_node"] is None
+    assert [row["nodes"] for row in result["modes"]["weak"]["predicted"]] == [1, 2, 4, 8, 16, 32]
