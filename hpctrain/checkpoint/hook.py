@@ -180,14 +180,14 @@ class CheckpointHook(BaseHook):
         self.stall_s = self.last_s - begin
 
     def _settle(self, outcome: Outcome | None) -> Any:
-        """Reports how a save ended; a failed one leaves the run going on, unless it was fenced off."""
+        """Reports how a save ended; a failed one leaves the run going on, unless it was fenced off or is past help."""
         if outcome is None:
             return None
         path = str(outcome.path)
         if outcome.error:
             self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
             self.store.fence()
-            return outcome
+            return outcome.path_or_raise() if outcome.is_hopeless else outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}
@@ -214,7 +214,7 @@ class CheckpointHook(BaseHook):
 def told(event: str, step: int, fields: Mapping[str, Any]) -> Iterator[str]:
     """Lines for a person, of events that nobody should miss."""
     if event == "checkpoint_failed":
-        yield f"checkpoint of step {step} FAILED: {fields['error']}; training goes on, older checkpoints are whole"
+        yield f"checkpoint of step {step} FAILED: {fields['error']}; older checkpoints are whole"
     if event == "resumed":
         for rejected in fields["rejected"]:
             yield f"checkpoint of step {rejected['step']} is not used: {rejected['reason']}"

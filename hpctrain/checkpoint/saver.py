@@ -26,7 +26,7 @@ from hpctrain.checkpoint.partition import partition
 from hpctrain.checkpoint.shard import ShardImage, host_buffer, skeleton
 from hpctrain.checkpoint.store import CheckpointStore, leave_record
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError, RunFailed
+from hpctrain.errors import HpctrainError, NoRequeue, RunFailed
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 SPARE_BYTES = 16 << 20
@@ -59,9 +59,17 @@ class Outcome:
     """Seconds from the snapshot to the commit, seen from this rank."""
     error: str | None = None
     """Why there is no checkpoint, naming ranks."""
+    is_hopeless: bool = False
+    """Whether the reason is one that a new attempt would come to as well."""
 
     def path_or_raise(self) -> Path:
-        """The checkpoint's folder. Raises RunFailed where the save failed."""
+        """The checkpoint's folder. Raises RunFailed where the save failed, NoRequeue where that is hopeless."""
+        if self.is_hopeless:
+            raise NoRequeue(
+                f"the checkpoint of step {self.step} was not written: {self.error}",
+                "a gradient was not finite though its loss was: look for roots, logarithms and divisions near 0; "
+                "train.clip_norm finds such a gradient before it reaches the weights",
+            )
         if self.error:
             raise RunFailed(
                 f"the checkpoint of step {self.step} was not written: {self.error}",
@@ -83,6 +91,7 @@ class Job:
     future: Future[Any]
     """Of the background work of this stage on this rank."""
     error: str | None = None
+    is_hopeless: bool = False
 
 
 class Saver:
@@ -113,6 +122,7 @@ class Saver:
         self.count = 0
         self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
         self.sources: list[int] = []
+        self.trained: frozenset[str] = frozenset()
         self.total_bytes = 0
         self.image: ShardImage | None = None
         self.job: Job | None = None
@@ -132,6 +142,7 @@ class Saver:
             pieces, self.total_bytes = self._plan(tensors)
             index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
             self.sources = [index_of[piece.tensor.name] for piece in pieces]
+            self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
             self.image = ShardImage(skeleton(pieces), self.allocate)
             self.layout = layout
         return self.image
@@ -200,7 +211,7 @@ class Saver:
         if job is None or not least[0]:
             return None
         if not least[1] and job.stage is not Stage.ABANDONING:
-            job.error = self._reasons(job)
+            job.error, job.is_hopeless = self._reasons(job)
             self._enter(job, Stage.ABANDONING, self.store.discard, job.partial)
             return None
         if job.stage is Stage.WRITING:
@@ -227,6 +238,8 @@ class Saver:
 
     def _write(self, image: ShardImage, partial: Path) -> None:
         """On every rank, in the background."""
+        if spoiled := image.first_not_finite(self.trained):
+            raise NoRequeue(f"{spoiled} is not finite", "no checkpoint is made of weights that nobody could go on with")
         self.store.prepare_folder(partial)
         free = os.statvfs(partial)
         available = free.f_bavail * free.f_frsize
@@ -261,14 +274,18 @@ class Saver:
         if self.group.rank == 0 and not job.error:
             self.thread.submit(self._clear)
         seconds = time.monotonic() - job.begin
-        return Outcome(job.step, self.store.folder(job.step), num_bytes, job.stall_s, seconds, job.error)
+        return Outcome(
+            job.step, self.store.folder(job.step), num_bytes, job.stall_s, seconds, job.error, job.is_hopeless
+        )
 
-    def _reasons(self, job: Job) -> str:
-        """What went wrong on which ranks. Collective."""
+    def _reasons(self, job: Job) -> tuple[str, bool]:
+        """What went wrong on which ranks, and whether it would again. Collective."""
         error = job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
-        errors = self.group.allgather(mine if error else None, "say why the checkpoint failed")
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+        told = [mine, isinstance(error, NoRequeue)] if error else None
+        all_told = self.group.allgather(told, "say why the checkpoint failed")
+        reasons = [f"rank {rank}: {each[0]}" for rank, each in enumerate(all_told) if each]
+        return "; ".join(reasons), any(each[1] for each in all_told if each)
 
 
 def open_saver(

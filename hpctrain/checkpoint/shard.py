@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +154,13 @@ class ShardImage:
         self.extents = [(offset, piece.num_bytes) for offset, piece in layout]
         self.texts = [piece_text(piece, offset) for offset, piece in layout]
 
+    def first_not_finite(self, names: Collection[str]) -> str | None:
+        """The first tensor among these that holds a NaN or infinity here."""
+        for view, piece in zip(self.views, self.plan.pieces, strict=True):
+            if piece.tensor.name in names and not all_finite(view, piece.tensor.dtype):
+                return piece.tensor.name
+        return None
+
     def write(self, path: Path) -> bytes:
         """Writes a new file, durably, and sums it up meanwhile; returns its entry of the manifest. Raises OSError."""
         with ThreadPoolExecutor(1, "checksum") as helper:
@@ -166,6 +173,15 @@ class ShardImage:
 def view_of(buffer: NDArray[np.uint8], piece: Piece, offset: int) -> NDArray[Any]:
     """The piece's values as an array over its bytes in a shard's image."""
     return np.ndarray(piece.shape, ITEM_TYPES[piece.tensor.dtype], buffer, offset)
+
+
+def all_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Whether no value of an array of this logical dtype is NaN or infinite."""
+    if dtype == "bfloat16":
+        return not np.any(values & 0x7F80 == 0x7F80)  # all bits of the exponent
+    with np.errstate(all="ignore"):  # a sum reads as fast as memory gives, and hides neither NaN nor infinity
+        total = np.add.reduce(values, axis=None, dtype=np.float32 if dtype == "float16" else None)
+    return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
 
 
 def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:

@@ -25,6 +25,7 @@ class VariableTensor:
     name: str
     variable: tf.Variable
     placement: Placement = Placement.REPLICATED
+    is_trained: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +61,8 @@ def model_tensors(model: keras.Model) -> list[VariableTensor]:
     """
     frozen = {id(variable) for layer in model._flatten_layers() for variable in layer._trainable_variables}
     tensors = [
-        VariableTensor(f"model/{path_in(model, variable)}", variable.value) for variable in model.trainable_variables
+        VariableTensor(f"model/{path_in(model, variable)}", variable.value, is_trained=True)
+        for variable in model.trainable_variables
     ]
     for variable in model.non_trainable_variables:
         group = "rng" if is_seed(variable) else "model"

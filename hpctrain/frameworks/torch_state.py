@@ -30,6 +30,7 @@ class TorchTensor:
     name: str
     tensor: Tensor
     placement: Placement = Placement.REPLICATED
+    is_trained: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +73,10 @@ def model_tensors(model: Module) -> list[TorchTensor]:
         for name, _ in module.named_buffers(recurse=False)
     }
     return [
-        *(TorchTensor(f"model/{name}", parameter.data) for name, parameter in model.named_parameters()),
+        *(
+            TorchTensor(f"model/{name}", parameter.data, is_trained=parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        ),
         *(
             TorchTensor(f"model/{name}", buffer, Placement.RANK if name in own else Placement.REPLICATED)
             for name, buffer in model.named_buffers()

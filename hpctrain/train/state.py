@@ -77,6 +77,10 @@ class StateTensor(Protocol):
     def placement(self) -> Placement:
         """Whether ranks share it."""
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether updates change it, so that a value that is not finite means that training went wrong."""
+
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
         """Copies ``len(out)`` rows of the first axis, from ``first_row`` on, to a host array (uint16 for bfloat16).
 
@@ -93,6 +97,7 @@ class ArrayTensor:
     array: NDArray[Any]
     placement: Placement = Placement.REPLICATED
     logical_dtype: str | None = None
+    is_trained: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

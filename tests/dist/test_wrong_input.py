@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hpctrain.checkpoint.store import CheckpointStore
 from tests.dist.programs import launch_task
 from tests.support.mpi import Result, rank_environment, run_in_group
 from tests.support.runs import HPCTRAIN, endings, hpctrain, leftovers, reaches_step, started, wait_for, words, write_run
@@ -93,6 +95,16 @@ def test_a_dataset_that_the_task_wants_is_missing(tmp_path):
 def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(tmp_path):
     refused(hpctrain("run", "-n", 2, write_run(tmp_path, "nan")), 76, "not finite", "step 4", "rank 1", "samples")
     assert endings(tmp_path) == ["failed", "failed"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_weights_that_are_not_numbers_are_not_saved(tmp_path, mode):
+    """The loss of step 4 is finite, its gradient on rank 1 is not; a checkpoint is due after every step."""
+    path = write_run(tmp_path, "nan-gradient", checkpoint={"every_steps": 1, "mode": mode}, train={"steps": 4})
+    result = hpctrain("run", "-n", 2, path)
+    refused(result, 76, "the checkpoint of step 4 was not written", "0.weight is not finite", "train.clip_norm")
+    loaded = CheckpointStore(tmp_path / "run" / "checkpoints").load()
+    assert loaded.step < 4 and all(np.isfinite(array).all() for array in loaded.arrays.values())
 
 
 def test_a_task_that_raises_on_one_rank_only(tmp_path):
@@ -209,7 +221,7 @@ def test_a_disk_that_is_full_when_events_are_written_costs_the_events_not_the_ru
 def test_a_disk_that_is_full_when_the_end_is_saved_fails_the_run(tmp_path):
     result = run_on_a_disk_that_fills(tmp_path, checkpoint={"every_steps": 100})
     assert result.returncode == 70, result.output
-    assert result.stdout.count("FAILED: rank 0: ") >= 2 and "training goes on, older checkpoints are" in result.stdout
+    assert result.stdout.count("FAILED: rank 0: ") >= 2 and "older checkpoints are whole" in result.stdout
     assert "the checkpoint of step 300 was not written" in result.stderr and "free space" in result.stderr
     assert "Traceback" not in result.output
 

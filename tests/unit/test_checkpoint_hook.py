@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +22,7 @@ from hpctrain.config import CheckpointConfig
 from hpctrain.data import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import NoRequeue, RunFailed, UserError
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
@@ -34,20 +35,23 @@ class Counter:
 
     name = "numpy"
 
-    def __init__(self, losses: Mapping[int, float] | None = None) -> None:
-        self.weight = np.zeros(3, np.int64)
+    def __init__(self, losses: Mapping[int, float] | None = None, spoiled_at: float = math.inf) -> None:
+        self.weight = np.zeros(3)
+        self.spoiled_at = spoiled_at
         self.losses = losses or {}
 
     def set_learning_rate(self, factor: float) -> None: ...
 
     def step(self, micro_batches: Sequence[Any], global_samples: int) -> Any:
         self.weight += 1
+        if self.weight[0] >= self.spoiled_at:
+            self.weight[1] = math.nan
 
     def evaluate(self, batch: Any) -> dict[str, tuple[float, float]]:
         return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
 
     def state(self) -> list[ArrayTensor]:
-        return [ArrayTensor("model/weight", self.weight)]
+        return [ArrayTensor("model/weight", self.weight, is_trained=True)]
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         self.weight[...] = arrays["model/weight"]
@@ -82,13 +86,14 @@ class Run:
         losses: Mapping[int, float] | None = None,
         fresh: bool = False,
         fence: Any = lambda: None,
+        spoiled_at: float = math.inf,
     ) -> Counter:
         """Trains to the end or until a hook ends it."""
         kept = Retention(self.config.keep_last, self.config.keep_every_steps)
         self.store = CheckpointStore(self.folder, kept, fence=fence)
         report = lambda event, step, **fields: self.events.append((event, step, fields))  # noqa: E731
         hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, fresh)
-        framework, clock = Counter(losses), IntervalClock()
+        framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
         plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
         validation = [{"x": np.zeros((1, 1))}]
@@ -114,6 +119,18 @@ def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
     assert run.said("resumed") == [8] and run.said("checkpoint_saved")[3:] == [9, 10]
     assert run.attempt().weight[0] == 10, "a finished run is loaded, and left alone"
     assert run.said("checkpoint_saved")[5:] == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("steps", [7, 12])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, mode: str, steps: int) -> None:
+    """Neither at the end of the run nor when a checkpoint is due before; a new attempt would not help."""
+    run = Run(tmp_path, every_steps=4, mode=mode)
+    with pytest.raises(NoRequeue, match=r"checkpoint of step \d+ was not written: rank 0: model/weight is not finite"):
+        run.attempt(steps=steps, spoiled_at=7)
+    (failed,) = run.said("checkpoint_failed")
+    assert failed == 8 or (failed == steps and (mode == "async" or steps == 7))
+    assert run.store.steps() == [4]
 
 
 def test_saves_by_epochs(tmp_path: Path) -> None:

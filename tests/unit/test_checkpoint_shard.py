@@ -92,6 +92,20 @@ def test_an_image_is_filled_and_written_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_shard(tmp_path, second), image.buffer)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("spoil", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_found_and_what_is_large_is_not(dtype: str, spoil: float) -> None:
+    image = image_of(TensorSpec("other", (3,), "float32"), TensorSpec("w", (40, 7), dtype))
+    (other, values), names = image.views, ["w"]
+    other[0] = np.nan
+    largest = 0x7F7F if dtype == "bfloat16" else np.finfo(values.dtype).max  # their sum overflows
+    values[...] = largest
+    assert image.first_not_finite(names) is None
+    values[39, 3] = (np.float32(spoil).view(np.uint32) >> 16) if dtype == "bfloat16" else spoil
+    assert image.first_not_finite(names) == "w"
+    assert image.first_not_finite(["other", "w"]) == "other"
+
+
 def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = write(image_of(*ALL_TYPES), tmp_path / "shard-00000-of-00001.h5")
     stored = next(stored for stored in shard.pieces if stored.piece.tensor.name == "types/int16")

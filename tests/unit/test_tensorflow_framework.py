@@ -160,6 +160,8 @@ def test_names_tell_what_a_tensor_is_and_whose() -> None:
     assert placements["ema/dense_1/bias"] is Placement.REPLICATED
     assert placements["model/batch_normalization/moving_mean"] is Placement.RANK
     assert placements["rng/tensorflow"] is Placement.RANK
+    trained = {tensor.name for tensor in framework.state() if tensor.is_trained}
+    assert len(trained) == 6 and {"model/dense/kernel", "model/batch_normalization/gamma"} < trained
     again = make_framework(alone(), model=noisy_model, ema_decay=0.9)
     assert [tensor.name for tensor in again.state()] == list(placements)
 

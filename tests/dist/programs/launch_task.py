@@ -71,6 +71,8 @@ class Misbehaviour:
             time.sleep(600)
         if self.mode == "fill":
             fill(Path(os.environ["HPCTRAIN_RUN_DIR"]))
+        if self.mode == "nan-gradient":
+            return loss + (loss * 0).sqrt()
         return loss * float("nan") if self.mode == "nan" else loss
 
 
