@@ -74,8 +74,8 @@ def test_names_are_in_a_fixed_order_and_say_what_is_whose() -> None:
     assert placement["ema/0.weight"] is Placement.REPLICATED
     assert placement["model/1.running_var"] is Placement.RANK
     assert placement["rng/python"] is Placement.RANK
-    parameters = {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
-    assert {tensor.name for tensor in framework.state() if tensor.is_trained} == {f"model/{name}" for name in parameters}
+    trained = {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert {tensor.name for tensor in framework.state() if tensor.is_trained} == {f"model/{name}" for name in trained}
 
 
 def test_loading_says_what_is_wrong_and_changes_nothing() -> None:
