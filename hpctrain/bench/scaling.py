@@ -146,7 +146,8 @@ def warnings(crowded: Sequence[Shape], cores: int | None, through_mpi: bool, nod
         )
     if not through_mpi:
         found.append(
-            "the runs exchanged by Horovod, the exchange model is of MPI: only its shape is used, scaled to the runs"
+            "the runs exchanged by Horovod, the exchange model is of MPI: where the runs were faster than it, as with "
+            "NCCL, it is scaled to them"
         )
     if not nodes_known:
         found.append(

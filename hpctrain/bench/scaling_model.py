@@ -50,7 +50,8 @@ class Gradients:
 
     bytes: int
     through_mpi: bool
-    """By the same means as the measured exchanges; where not (NCCL), their model gives the shape of the curve only."""
+    """By the means of the measured exchanges for sure. Horovod may have faster ones (NCCL); where it is faster, the
+    model gives the shape of the curve only."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,11 @@ def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gr
     known = [(measured, model) for measured, model in pairs if model > 0]
     if not known:
         return StepModel(work, exchange, gradients)
-    if gradients.through_mpi:
-        excess = float(np.median([measured - model for measured, model in known]))
-        return StepModel(work, exchange, gradients, excess_s=excess)
-    return StepModel(work, exchange, gradients, scale=float(np.median([measured / model for measured, model in known])))
+    scale = float(np.median([measured / model for measured, model in known]))
+    if scale < 1 and not gradients.through_mpi:
+        return StepModel(work, exchange, gradients, scale=scale)
+    excess = float(np.median([measured - model for measured, model in known]))
+    return StepModel(work, exchange, gradients, excess_s=excess)
 
 
 def predict(
