@@ -1,4 +1,4 @@
-"""``hpctrain bench scaling`` on real ranks: of this machine, and of hosts with slow links, which its model must foresee."""
+"""``hpctrain bench scaling`` on this machine's ranks, and its model on hosts with slow links."""
 
 from __future__ import annotations
 
