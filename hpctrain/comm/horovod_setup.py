@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -71,9 +72,22 @@ def start(module: ModuleType, group: Group) -> None:
         os.environ.setdefault(key, value)
     # Horovod 0.28.1 crashes at its second start where this and the cycle time are set; without fusion it means nothing.
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
+    threads = set(os.listdir("/proc/self/task"))
     module.init()
+    _give_way(set(os.listdir("/proc/self/task")) - threads)
     if (module.rank(), module.size()) != (group.rank, group.size):
         raise UserError(
             f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",
             f"{BUILD} --force: it was built without MPI or for another one",
         )
+
+
+def _give_way(threads: set[str]) -> None:
+    """Lets Horovod's thread have only the time that computing leaves.
+
+    It spins in a collective every cycle, and where all cores compute, the model would pay for that; while the ranks
+    wait for sums it has the core to itself.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it may have ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), 19)

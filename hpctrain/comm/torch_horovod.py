@@ -12,7 +12,7 @@ from hpctrain.comm import horovod_setup
 from hpctrain.comm.buckets import Layout
 from hpctrain.comm.group import Group
 
-POLL_S = 5e-5
+POLL_S = 2e-4
 """Horovod's own wait looks once a millisecond."""
 
 

@@ -35,3 +35,22 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     result = mpirun(ranks, program, env=HERE)
     assert result.stdout.startswith(f"{ranks} ranks, reducer ")
     assert float(result.stdout.rsplit(" ", 1)[1]) < 0.15
+
+
+@pytest.mark.world_size(2)
+def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path) -> None:
+    program = tmp_path / "priorities.py"
+    program.write_text(
+        "import os\n"
+        "from hpctrain.comm import horovod_setup\n"
+        "from hpctrain.comm.world import connect\n"
+        "def priorities():\n"
+        "    return {task: os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir('/proc/self/task')}\n"
+        "group = connect().data\n"
+        "before = priorities()\n"
+        "horovod_setup.start(horovod_setup.load('torch'), group)\n"
+        "after = priorities()\n"
+        "kept = all(after.get(task, own) == own for task, own in before.items())\n"
+        "print('kept' if kept else 'changed', max(after.values()) > max(before.values()))\n"
+    )
+    assert mpirun(2, program, env=HERE).stdout.splitlines() == ["kept True"] * 2
