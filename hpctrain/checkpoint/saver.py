@@ -6,6 +6,7 @@ suits, and hands the result to ``advance()``: all ranks go from one stage to the
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -245,7 +246,8 @@ class Saver:
         available = free.f_bavail * free.f_frsize
         needed = self.total_bytes + SPARE_BYTES
         if available < needed:
-            raise OSError(f"{self.store.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed")
+            lack = f"{self.store.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed"
+            raise OSError(f"{os.strerror(errno.ENOSPC)}: {lack}")
         file = shard_file(self.group.rank, self.group.size)
         leave_record(partial, file, image.write(partial / file))
 

@@ -210,12 +210,16 @@ class Session:
         """The one message."""
         where = f"rank {self.world.rank} on {self.world.host}: " if self.world.size > 1 else ""
         logged = self.user_stderr != 2 and self.run_dir is not None
-        self.warn(f"{where}{what}\n  fix: {fix}" + (f"\n  traceback: {self.log()}" if logged else ""))
+        self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}" + (f"\n  traceback: {self.log()}" if logged else ""))
 
     def warn(self, text: str) -> None:
-        """To the user's standard error, wherever this rank's own goes. That it cannot be told ends nothing."""
+        """To the user, from rank 0 while the run goes on; under a supervisor only its standard output gets there."""
+        self.write(1 if self.supervised else self.user_stderr, text)
+
+    def write(self, descriptor: int, text: str) -> None:
+        """That it cannot be told ends nothing."""
         with contextlib.suppress(OSError):
-            os.write(self.user_stderr, f"hpctrain: {text}\n".encode())
+            os.write(descriptor, f"hpctrain: {text}\n".encode())
 
     def conclude(self) -> None:
         """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""
