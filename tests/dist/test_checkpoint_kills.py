@@ -22,6 +22,7 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify
 from hpctrain.run_dir import RunDir
+from tests.support.command import wait_for
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
 CASES = [("torch", 2, 0.4), ("torch", 4, 0.2), ("tensorflow", 2, 0.25), ("tensorflow", 4, 0.15)]
 """Framework, ranks, and share of the kills."""
+PATIENCE_S = 120.0
 
 
 def options(framework: str, **more: Any) -> str:
@@ -62,7 +64,7 @@ class Attempt:
     def pids(self) -> list[int]:
         """Of all ranks, once all have started."""
         return [
-            int(wait_for(lambda path=path: path.exists() and path.read_text(), "ranks start"))
+            int(wait_for("start of the ranks", lambda path=path: path.exists() and path.read_text(), PATIENCE_S))
             for path in self.pid_files
         ]
 
@@ -87,23 +89,14 @@ def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random) -> bo
         pids = attempt.pids()
         before = len(announced(run_dir))
         if saving:
-            wait_for(lambda: attempt.alive() or len(announced(run_dir)) > before + 1, "a checkpoint is saved")
+            wait_for("checkpoint", lambda: attempt.alive() or len(announced(run_dir)) > before + 1, PATIENCE_S)
         time.sleep(luck.uniform(0, 0.3))
         attempt.alive()
         os.kill(luck.choice(pids), signal.SIGKILL)
     finally:
         attempt.end()
-    wait_for(lambda: all(map(gone, pids)), "the other ranks end")
+    wait_for("end of the other ranks", lambda: all(map(gone, pids)), PATIENCE_S)
     return saving
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
-    """The condition's value as soon as it is true."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.005)
-    return value
 
 
 def gone(pid: int) -> bool:

@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from tests.support.runs import hpctrain
+from tests.support.command import hpctrain
 
 pytestmark = pytest.mark.world_size(2)
 
 
 def test_the_connection_between_ranks_is_measured():
     result = hpctrain("run", "-n", 2, "--doctor", "--json")
-    assert result.returncode == 0, result.output
     found = {finding["topic"]: finding["value"] for finding in json.loads(result.stdout)["findings"]}
     assert found["ranks"].startswith("2 on ")
     assert float(found["latency"].split()[0]) < 10_000
@@ -21,7 +20,9 @@ def test_the_connection_between_ranks_is_measured():
 
 
 def test_a_broken_mpi_is_one_problem_with_its_fix(tmp_path):
-    result = hpctrain("run", "-n", 2, "--doctor", env={"OMPI_MCA_btl": "nonsense", "UCX_TLS": "nonsense"}, timeout=150)
+    result = hpctrain(
+        "run", "-n", 2, "--doctor", env={"OMPI_MCA_btl": "nonsense", "UCX_TLS": "nonsense"}, timeout=150, code=None
+    )
     if result.returncode:  # MPICH and some builds do not read these
         assert "problem ranks" in result.stdout, result.output
         assert "fix: " in result.stdout

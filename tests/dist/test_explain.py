@@ -15,8 +15,8 @@ import pytest
 
 from tests.dist.programs import launch_task
 from tests.dist.test_wrong_input import BLOCK_HOROVOD
+from tests.support.command import HPCTRAIN, hpctrain, misbehaving_run, reaches_step, started, wait_for
 from tests.support.mpi import rank_environment, run_in_group
-from tests.support.runs import HPCTRAIN, hpctrain, reaches_step, started, wait_for, write_run
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 def explained(folder: Path) -> dict[str, Any]:
     """What the command says of the run in a folder."""
     result = hpctrain("explain", folder / "run", "--json")
-    assert result.returncode == 0, result.output
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
@@ -44,7 +43,7 @@ def said(answer: dict[str, Any]) -> str:
     ],
 )
 def test_ranks_that_misbehave(tmp_path: Path, mode: str, code: int, cause: str, parts: list[str]) -> None:
-    assert hpctrain("run", "-n", 2, write_run(tmp_path, mode)).returncode == code
+    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, mode), code=code)
     answer = explained(tmp_path)
     assert answer["cause"] == cause, answer
     assert [part for part in parts if part not in said(answer)] == []
@@ -52,17 +51,17 @@ def test_ranks_that_misbehave(tmp_path: Path, mode: str, code: int, cause: str, 
 
 
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
-    path = write_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 3, "on_hang": "abort"})
-    assert hpctrain("run", "-n", 2, path).returncode == 70
+    path = misbehaving_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 3, "on_hang": "abort"})
+    hpctrain("run", "-n", 2, path, code=70)
     answer = explained(tmp_path)
     assert answer["cause"] == "hang", answer
     assert "rank 1" in said(answer)
 
 
 def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
-    path = write_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
+    path = misbehaving_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
     with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as run:
-        wait_for("step", reaches_step(tmp_path, 2))
+        wait_for("step", reaches_step(tmp_path / "run", 2))
         (tmp_path / "run" / "STOP").touch()
         run.communicate(timeout=60)
     answer = explained(tmp_path)
@@ -72,8 +71,8 @@ def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
 
 def test_data_that_lacks_what_the_task_wants(tmp_path: Path) -> None:
     launch_task.ragged(tmp_path / "data.h5")
-    path = write_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")})
-    assert hpctrain("run", "-n", 2, path).returncode == 64
+    path = misbehaving_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")})
+    hpctrain("run", "-n", 2, path, code=64)
     answer = explained(tmp_path)
     assert answer["cause"] == "user_error", answer
     assert "data.h5" in said(answer)
@@ -81,28 +80,29 @@ def test_data_that_lacks_what_the_task_wants(tmp_path: Path) -> None:
 
 def test_horovod_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD)
-    path = write_run(tmp_path, reduce={"kind": "horovod"})
-    hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
+    path = misbehaving_run(tmp_path, reduce={"kind": "horovod"})
+    hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, code=64)
     answer = explained(tmp_path)
     assert answer["cause"] == "horovod", answer
     assert "install-horovod" in said(answer)
 
 
 def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    assert hpctrain("run", "-n", 2, path).returncode == 0
+    path = misbehaving_run(tmp_path)
+    hpctrain("run", "-n", 2, path)
     for shard in (tmp_path / "run" / "checkpoints").glob("step-*/*.h5"):
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 0xFF
         shard.write_bytes(content)
-    assert hpctrain("run", "-n", 2, path).returncode != 0
+    assert hpctrain("run", "-n", 2, path, code=None).returncode != 0
     answer = explained(tmp_path)
     assert answer["cause"] == "damaged_checkpoint", answer
 
 
 def test_a_run_that_fails_again_and_again(tmp_path: Path) -> None:
-    path = write_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
-    assert [hpctrain("run", "-n", 2, path).returncode for _ in range(2)] == [70, 76]
+    path = misbehaving_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
+    for code in (70, 76):
+        hpctrain("run", "-n", 2, path, code=code)
     answer = explained(tmp_path)
     assert answer["cause"] in ("no_progress", "exception"), answer
     assert "2 attempts in a row" in said(answer)
@@ -113,8 +113,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("not permitted here: a mount namespace")
     run = tmp_path / "run"
     run.mkdir()
-    sections = {"track": {"every_steps": 1}, "checkpoint": {"enabled": False}, "task_args": {"rank": 0}}
-    path = write_run(tmp_path, "fill", train={"steps": 1000}, **sections)
+    path = misbehaving_run(tmp_path, "fill", task_args={"rank": 0})
     script = 'mount -t tmpfs -o size=4M tmpfs "$1"; shift; "$@"; rm -f "$RUN/filler"; hpctrain explain "$RUN" --json'
     words = ["unshare", "--mount", "bash", "-c", script, "bash", str(run), *HPCTRAIN, "run", "-n", "2", str(path)]
     result = run_in_group(words, rank_environment({"RUN": str(run)}), None, 90)
@@ -166,12 +165,12 @@ def test_a_rank_that_the_kernel_ends_for_its_memory(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
-    assert hpctrain("run", "-n", 2, write_run(tmp_path, "kill")).returncode == 70
+    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, "kill"), code=70)
     shutil.rmtree(tmp_path / "run" / "ranks")
     (tmp_path / "run" / "run.json").unlink()
     assert explained(tmp_path)["cause"] == "unknown"
 
 
 def test_a_run_that_completed(tmp_path: Path) -> None:
-    assert hpctrain("run", "-n", 2, write_run(tmp_path)).returncode == 0
+    hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     assert explained(tmp_path)["cause"] in ("completed",)

@@ -13,17 +13,17 @@ import pytest
 
 from hpctrain.events import missing_fields
 from hpctrain.run_dir import RunDir
-from tests.support.runs import (
+from tests.support.command import (
     endings,
     events,
     hpctrain,
+    last_words,
     leftovers,
+    misbehaving_run,
     processes_of,
     reaches_step,
     started,
     wait_for,
-    words,
-    write_run,
 )
 
 pytestmark = pytest.mark.world_size(2)
@@ -38,25 +38,24 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 
 
 def test_two_ranks_train_as_one_job(tmp_path):
-    result = hpctrain("run", "-n", 2, write_run(tmp_path))
-    assert result.returncode == 0, result.output
+    result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     assert result.stderr == ""
     assert "2 ranks on " in result.stdout
-    saved = words(tmp_path)
+    saved = RunDir(tmp_path / "run").read_words(1)
     assert [word["ending"] for word in saved["ranks"]] == ["completed", "completed"]
     assert len({word["weights_hash"] for word in saved["ranks"]}) == 1
     assert saved["verdict"]["action"] == "done"
     for event in RunDir(tmp_path / "run").read_events():
         assert missing_fields(event) == []
-    (begin,) = events(tmp_path, "run_started")
+    (begin,) = events(tmp_path / "run", "run_started")
     assert (begin["ranks"], begin["reducer"], begin["framework"]) == (2, "mpi", "torch")
-    (end,) = events(tmp_path, "run_finished")
+    (end,) = events(tmp_path / "run", "run_finished")
     assert (end["reason"], end["step"], end["steps"]) == ("completed", 12, 12)
     assert not leftovers(tmp_path)
 
 
 def test_the_run_folder_says_what_ran(tmp_path):
-    assert hpctrain("run", "-n", 2, write_run(tmp_path)).returncode == 0
+    hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     run_dir = RunDir(tmp_path / "run")
     info = run_dir.info()
     (attempt,) = info["attempts"]
@@ -69,23 +68,21 @@ def test_the_run_folder_says_what_ran(tmp_path):
 
 
 def test_one_rank_needs_no_mpirun(tmp_path):
-    result = hpctrain("run", write_run(tmp_path, reduce={"kind": "none"}))
-    assert result.returncode == 0, result.output
-    assert endings(tmp_path) == ["completed"]
+    hpctrain("run", misbehaving_run(tmp_path, reduce={"kind": "none"}))
+    assert endings(tmp_path / "run") == ["completed"]
 
 
 def test_a_rank_may_stand_alone_without_supervisor(tmp_path):
-    result = hpctrain("train", write_run(tmp_path, reduce={"kind": "none"}))
-    assert result.returncode == 0, result.output
-    assert endings(tmp_path) == ["completed"]
+    hpctrain("train", misbehaving_run(tmp_path, reduce={"kind": "none"}))
+    assert endings(tmp_path / "run") == ["completed"]
     assert RunDir(tmp_path / "run").attempts()[0]["verdict"]["action"] == "done"
 
 
 def test_ranks_under_plain_mpirun_leave_the_same(tmp_path, mpirun):
-    mpirun(2, "hpctrain", "train", write_run(tmp_path))
-    assert endings(tmp_path) == ["completed", "completed"]
-    assert len({word["weights_hash"] for word in words(tmp_path)["ranks"]}) == 1
-    assert events(tmp_path, "run_started")[0]["ranks"] == 2
+    mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path))
+    assert endings(tmp_path / "run") == ["completed", "completed"]
+    assert len({word["weights_hash"] for word in last_words(tmp_path / "run")}) == 1
+    assert events(tmp_path / "run", "run_started")[0]["ranks"] == 2
 
 
 def ask_by_signal(child, folder: Path) -> None:
@@ -106,41 +103,40 @@ def ask_one_rank(child, folder: Path) -> None:
 
 @pytest.mark.parametrize("ask", [ask_by_signal, ask_by_term, ask_by_file, ask_one_rank])
 def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path, ask):
-    path = write_run(tmp_path, **LONG)
+    path = misbehaving_run(tmp_path, **LONG)
     with started("run", "-n", 2, path, env=SLOWLY) as child:
-        wait_for("step", reaches_step(tmp_path, 3))
+        wait_for("step", reaches_step(tmp_path / "run", 3))
         begin = time.monotonic()
         ask(child, tmp_path)
         _, stderr = child.communicate(timeout=30)
         assert time.monotonic() - begin < 15
     assert child.returncode == 75, stderr
-    assert endings(tmp_path) == ["stop_requested", "stop_requested"]
-    (stop,) = events(tmp_path, "stop_requested")
-    steps = {word["step"] for word in words(tmp_path)["ranks"]}
+    assert endings(tmp_path / "run") == ["stop_requested", "stop_requested"]
+    (stop,) = events(tmp_path / "run", "stop_requested")
+    steps = {word["step"] for word in last_words(tmp_path / "run")}
     assert steps == {stop["step"]}, "the ranks stop after the same step"
     assert RunDir(tmp_path / "run").newest_checkpoint_step() == stop["step"]
     if ask is not ask_by_term:
         return
-    again = hpctrain("run", "-n", 2, path, "--train.steps", stop["step"] + 5)
-    assert again.returncode == 0, again.output
-    trained = [event["step"] for event in events(tmp_path, "train")]
+    hpctrain("run", "-n", 2, path, "--train.steps", stop["step"] + 5)
+    trained = [event["step"] for event in events(tmp_path / "run", "train")]
     assert trained == list(range(1, stop["step"] + 6)), "no step is missing, none counts twice"
-    assert events(tmp_path, "resumed")[0]["step"] == stop["step"]
+    assert events(tmp_path / "run", "resumed")[0]["step"] == stop["step"]
 
 
 def test_a_plain_rank_stops_on_a_signal(tmp_path):
-    path = write_run(tmp_path, reduce={"kind": "none"}, **LONG)
+    path = misbehaving_run(tmp_path, reduce={"kind": "none"}, **LONG)
     with started("train", path, env=SLOWLY) as child:
-        wait_for("step", reaches_step(tmp_path, 2))
+        wait_for("step", reaches_step(tmp_path / "run", 2))
         child.terminate()
         child.communicate(timeout=30)
     assert child.returncode == 75
-    assert endings(tmp_path) == ["stop_requested"]
+    assert endings(tmp_path / "run") == ["stop_requested"]
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):
-    with started("run", "-n", 2, write_run(tmp_path, "sleep", **LONG)) as child:
-        wait_for("step", reaches_step(tmp_path, 3))
+    with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **LONG)) as child:
+        wait_for("step", reaches_step(tmp_path / "run", 3))
         child.send_signal(signal.SIGINT)
         wait_for("note of the first", (tmp_path / "run" / "STOP").exists)
         begin = time.monotonic()
@@ -154,8 +150,8 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
 
 def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path):
     sections = {**LONG, "launch": {"stop_grace_s": 2}}
-    with started("run", "-n", 2, write_run(tmp_path, "sleep", **sections)) as child:
-        wait_for("step", reaches_step(tmp_path, 3))
+    with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **sections)) as child:
+        wait_for("step", reaches_step(tmp_path / "run", 3))
         child.terminate()
         _, stderr = child.communicate(timeout=30)
     assert child.returncode == 70
@@ -165,8 +161,8 @@ def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path):
 
 
 def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
-    with started("run", "-n", 2, write_run(tmp_path, **LONG), env=SLOWLY) as child:
-        wait_for("step", reaches_step(tmp_path, 3))
+    with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY) as child:
+        wait_for("step", reaches_step(tmp_path / "run", 3))
         begin = time.monotonic()
         ranks_of(child.pid)[1].kill()
         _, stderr = child.communicate(timeout=30)
@@ -174,35 +170,34 @@ def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
     assert child.returncode == 70
     assert "was killed by SIGKILL" in stderr
     assert stderr.count("hpctrain: ") == 1
-    assert sorted(endings(tmp_path)) == ["killed", "taken_down"]
+    assert sorted(endings(tmp_path / "run")) == ["killed", "taken_down"]
     assert not leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["exit", "sys-exit"])
 def test_a_rank_that_leaves_in_mid_run_takes_the_others_down(tmp_path, mode):
-    result = hpctrain("run", "-n", 2, write_run(tmp_path, mode), timeout=60)
-    assert result.returncode == 70, result.output
+    result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path, mode), timeout=60, code=70)
     assert "rank 1 on " in result.stderr
     assert not leftovers(tmp_path)
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
-    with started("run", "-n", 2, write_run(tmp_path, **LONG), env=SLOWLY) as child:
-        wait_for("step", reaches_step(tmp_path, 3))
+    with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY) as child:
+        wait_for("step", reaches_step(tmp_path / "run", 3))
         family = processes_of(child.pid)
         assert len(family) >= 3, "mpirun and two ranks"
         child.kill()
         child.wait()
         _, alive = psutil.wait_procs(family, timeout=15)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-    result = hpctrain("run", "-n", 2, write_run(tmp_path, **{**LONG, "train": {"steps": 12}}))
-    assert result.returncode == 0, "the folder of the dead supervisor can be used again"
+    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, **{**LONG, "train": {"steps": 12}}))
     assert RunDir(tmp_path / "run").info()["fence"] == 2
 
 
 def test_repeated_failure_ends_with_its_own_code(tmp_path):
-    path = write_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
-    assert [hpctrain("run", "-n", 2, path).returncode for _ in range(2)] == [70, 76]
+    path = misbehaving_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
+    for code in (70, 76):
+        hpctrain("run", "-n", 2, path, code=code)
 
 
 def test_a_plain_command_is_watched_too(tmp_path):
@@ -210,14 +205,12 @@ def test_a_plain_command_is_watched_too(tmp_path):
     run["train"] = {"steps": 1, "global_batch": 1}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(run))
-    result = hpctrain("run", "-n", 2, path)
-    assert result.returncode == 70, result.output
+    result = hpctrain("run", "-n", 2, path, code=70)
     assert "3" in result.stderr
 
 
 def test_more_ranks_than_cores_are_said(tmp_path):
     ranks = len(os.sched_getaffinity(0)) + 1
-    result = hpctrain("run", "-n", ranks, write_run(tmp_path, train={"global_batch": 2 * ranks}))
-    assert result.returncode == 0, result.output
+    result = hpctrain("run", "-n", ranks, misbehaving_run(tmp_path, train={"global_batch": 2 * ranks}))
     assert f"{ranks} ranks share" in result.stderr
-    assert endings(tmp_path) == ["completed"] * ranks
+    assert endings(tmp_path / "run") == ["completed"] * ranks

@@ -11,16 +11,16 @@ import psutil
 import pytest
 
 from hpctrain.run_dir import RunDir
-from tests.support.runs import (
+from tests.support.command import (
     events,
     hpctrain,
+    last_words,
     leftovers,
+    misbehaving_run,
     processes_of,
     reaches_step,
     started,
     wait_for,
-    words,
-    write_run,
 )
 
 pytestmark = pytest.mark.world_size(2)
@@ -37,40 +37,37 @@ def test_weights_are_the_same_bits_with_and_without(tmp_path: Path) -> None:
     for enabled in (True, False):
         folder = tmp_path / str(enabled)
         folder.mkdir()
-        result = hpctrain("run", "-n", 2, write_run(folder, monitor={**MONITOR, "enabled": enabled}))
-        assert result.returncode == 0, result.output
-        hashes |= {word["weights_hash"] for word in words(folder)["ranks"]}
+        hpctrain("run", "-n", 2, misbehaving_run(folder, monitor={**MONITOR, "enabled": enabled}))
+        hashes |= {word["weights_hash"] for word in last_words(folder / "run")}
         assert (folder / "run" / "monitor" / "live.json").exists() == enabled
     assert len(hashes) == 1
 
 
 def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    path = write_run(tmp_path, monitor=MONITOR, checkpoint={"every_steps": 5}, **SLOW)
+    path = misbehaving_run(tmp_path, monitor=MONITOR, checkpoint={"every_steps": 5}, **SLOW)
     with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as child:
-        wait_for("step", reaches_step(tmp_path, 20))
+        wait_for("step", reaches_step(tmp_path / "run", 20))
         os.kill(ranks_of(child.pid)[-1].pid, signal.SIGSTOP)
         stdout, stderr = child.communicate(timeout=40)
     assert child.returncode == 70, stderr
-    (hang,) = events(tmp_path, "hang")
+    (hang,) = events(tmp_path / "run", "hang")
     [culprit] = hang["ranks"]
     assert (culprit["state"], hang["action"]) == ("stopped", "abort")
     assert Path(tmp_path / "run" / culprit["stack"]).read_text()
-    verdict = words(tmp_path)["verdict"]
+    verdict = RunDir(tmp_path / "run").read_words(1)["verdict"]
     assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "requeue", culprit["rank"])
     assert f"rank {culprit['rank']} on" in stdout + stderr
     assert not leftovers(tmp_path)
     done = RunDir(tmp_path / "run").newest_checkpoint_step()
     assert done is not None
-    result = hpctrain("run", "-n", 2, path, "--train.steps", done + 20)
-    assert result.returncode == 0, result.output
-    assert events(tmp_path, "resumed")[0]["step"] == done
+    hpctrain("run", "-n", 2, path, "--train.steps", done + 20)
+    assert events(tmp_path / "run", "resumed")[0]["step"] == done
 
 
 def test_watch_shows_the_ranks_of_a_run(tmp_path: Path) -> None:
-    path = write_run(tmp_path, monitor=MONITOR, train={"steps": 40})
-    assert hpctrain("run", "-n", 2, path).returncode == 0
+    path = misbehaving_run(tmp_path, monitor=MONITOR, train={"steps": 40})
+    hpctrain("run", "-n", 2, path)
     view = json.loads(hpctrain("watch", path, "--json").stdout)
     assert [rank["rank"] for rank in view["ranks"]] == [0, 1]
     assert "rank host" in hpctrain("watch", tmp_path / "run", "--once").stdout
-    missing = hpctrain("watch", tmp_path, "--once")
-    assert missing.returncode == 64 and "no live view" in missing.stderr
+    assert "no live view" in hpctrain("watch", tmp_path, "--once", code=64).stderr

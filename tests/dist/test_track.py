@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.support import mpi
-from tests.support.command import PROJECT, events, hpctrain, write_run
+from tests.support.command import PROJECT, events, hpctrain, wait_for, write_run
 
 SLOW = f"{PROJECT}/tests/support/torch_slow_task.py:task"
 READ_BACK = """
@@ -63,7 +62,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     with open(folder / "server.log", "ab") as log:
         server = subprocess.Popen([*command, *places], stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(lambda: healthy(port), 90, "the MLflow server")
+        wait_for("MLflow server", lambda: healthy(port), 90)
         yield server
     finally:
         os.killpg(server.pid, signal.SIGKILL)
@@ -76,13 +75,6 @@ def healthy(port: int) -> bool:
             return answer.status == 200
     except OSError:
         return False
-
-
-def wait_for(condition: Any, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} after {seconds} s"
-        time.sleep(0.1)  # between two looks
 
 
 def free_port() -> int:
@@ -127,7 +119,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
     with open(tmp_path / "first.log", "wb") as log:
         first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
-    wait_for(lambda: len(events(run, "train")) > 5, 60, "training")
+    wait_for("training", lambda: len(events(run, "train")) > 5)
     (run / "STOP").touch()
     assert first.wait(60) == 75
     hpctrain("train", run_file, cwd=tmp_path)
@@ -151,7 +143,7 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
         environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
         with open(tmp_path / "train.log", "wb") as log:
             training = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
-        wait_for(lambda: sent(run) > 0, 60, "metrics at the server")
+        wait_for("metrics at the server", lambda: sent(run) > 0)
     assert training.poll() is None, "the run must outlive the server for this test to mean anything"
     assert training.wait(60) == 0
     assert "does not take the metrics" in (tmp_path / "train.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,10 +16,21 @@ import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.dist.programs import launch_task
+from tests.support.command import (
+    HPCTRAIN,
+    endings,
+    hpctrain,
+    last_words,
+    leftovers,
+    misbehaving_run,
+    reaches_step,
+    started,
+    wait_for,
+)
 from tests.support.mpi import Result, rank_environment, run_in_group
-from tests.support.runs import HPCTRAIN, endings, hpctrain, leftovers, reaches_step, started, wait_for, words, write_run
 
 pytestmark = pytest.mark.world_size(2)
+run_on_two = functools.partial(hpctrain, "run", "-n", 2, code=None)
 
 
 def refused(result: Result, code: int, *parts: str) -> None:
@@ -40,19 +52,19 @@ def refused(result: Result, code: int, *parts: str) -> None:
     ],
 )
 def test_a_wrong_run_file(tmp_path, line, parts):
-    path = write_run(tmp_path)
+    path = misbehaving_run(tmp_path)
     text = "\n".join(f"{key}: {json.dumps(value)}" for key, value in json.loads(path.read_text()).items())
     path.write_text(f"{text}\n{line}\n")
-    refused(hpctrain("run", "-n", 2, path), 64, *parts)
+    refused(run_on_two(path), 64, *parts)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_file_that_is_not_there(tmp_path):
-    refused(hpctrain("run", "-n", 2, tmp_path / "no.yaml"), 64, "does not exist")
+    refused(run_on_two(tmp_path / "no.yaml"), 64, "does not exist")
 
 
 def test_wrong_words_under_plain_mpirun_are_said_once(tmp_path, mpirun):
-    path = write_run(tmp_path)
+    path = misbehaving_run(tmp_path)
     result = mpirun(2, "hpctrain", "train", path, "--trian.steps", "3", check=False)
     assert result.stderr.count("unknown option --trian.steps") == 1, result.output
     assert "did you mean --train.steps?" in result.stderr
@@ -78,14 +90,14 @@ def absent(path: Path) -> None:
 def test_wrong_data(tmp_path, make, parts):
     data = tmp_path / "data.h5"
     make(data)
-    result = hpctrain("run", "-n", 2, write_run(tmp_path, task_args={"data": str(data)}))
+    result = run_on_two(misbehaving_run(tmp_path, task_args={"data": str(data)}))
     refused(result, 64, *parts)
-    assert endings(tmp_path) == ["failed", "failed"]
+    assert endings(tmp_path / "run") == ["failed", "failed"]
 
 
 def test_a_dataset_that_the_task_wants_is_missing(tmp_path):
     launch_task.without_targets(tmp_path / "data.h5")
-    result = hpctrain("run", "-n", 2, write_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")}))
+    result = run_on_two(misbehaving_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")}))
     assert result.returncode in (64, 70), result.output
     assert "'y'" in result.stderr
     assert result.stderr.count("hpctrain: ") == 1
@@ -93,36 +105,36 @@ def test_a_dataset_that_the_task_wants_is_missing(tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(tmp_path):
-    refused(hpctrain("run", "-n", 2, write_run(tmp_path, "nan")), 76, "not finite", "step 4", "rank 1", "samples")
-    assert endings(tmp_path) == ["failed", "failed"]
+    refused(run_on_two(misbehaving_run(tmp_path, "nan")), 76, "not finite", "step 4", "rank 1", "samples")
+    assert endings(tmp_path / "run") == ["failed", "failed"]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_weights_that_are_not_numbers_are_not_saved(tmp_path, mode):
     """The loss of step 4 is finite, its gradient on rank 1 is not; a checkpoint is due after every step."""
-    path = write_run(tmp_path, "nan-gradient", checkpoint={"every_steps": 1, "mode": mode}, train={"steps": 4})
-    result = hpctrain("run", "-n", 2, path)
+    path = misbehaving_run(tmp_path, "nan-gradient", checkpoint={"every_steps": 1, "mode": mode}, train={"steps": 4})
+    result = run_on_two(path)
     refused(result, 76, "the checkpoint of step 4 was not written", "0.weight is not finite", "train.clip_norm")
     loaded = CheckpointStore(tmp_path / "run" / "checkpoints").load()
     assert loaded.step < 4 and all(np.isfinite(array).all() for array in loaded.arrays.values())
 
 
 def test_a_task_that_raises_on_one_rank_only(tmp_path):
-    result = hpctrain("run", "-n", 2, write_run(tmp_path, "raise-in-task"), timeout=60)
+    result = run_on_two(misbehaving_run(tmp_path, "raise-in-task"), timeout=60)
     refused(result, 70, "rank 1 on ", "this rank has no luck", "launch_task.py:")
-    assert endings(tmp_path) == ["taken_down", "failed"]
+    assert endings(tmp_path / "run") == ["taken_down", "failed"]
 
 
 def test_a_step_that_raises_on_one_rank_only(tmp_path):
-    result = hpctrain("run", "-n", 2, write_run(tmp_path, "raise"), timeout=60)
+    result = run_on_two(misbehaving_run(tmp_path, "raise"), timeout=60)
     refused(result, 70, "rank 1 on ", "ValueError: bad sample")
-    assert endings(tmp_path) == ["taken_down", "failed"]
-    assert "in __call__" in words(tmp_path)["ranks"][1]["error"]["traceback"]
+    assert endings(tmp_path / "run") == ["taken_down", "failed"]
+    assert "in __call__" in last_words(tmp_path / "run")[1]["error"]["traceback"]
     assert not leftovers(tmp_path)
 
 
 def test_the_same_under_plain_mpirun(tmp_path, mpirun):
-    result = mpirun(2, "hpctrain", "train", write_run(tmp_path, "raise"), check=False, timeout=60)
+    result = mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path, "raise"), check=False, timeout=60)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: bad sample") == 1, result.output
     assert "Traceback" not in result.output
@@ -139,10 +151,10 @@ def test_the_same_under_plain_mpirun(tmp_path, mpirun):
 )
 def test_a_task_that_is_none(tmp_path, source, parts):
     (tmp_path / "wrong.py").write_text(source)
-    path = write_run(tmp_path)
+    path = misbehaving_run(tmp_path)
     run = {**json.loads(path.read_text()), "task": f"{tmp_path / 'wrong.py'}:task", "task_args": {}}
     path.write_text(json.dumps(run))
-    refused(hpctrain("run", "-n", 2, path), 64, *parts)
+    refused(run_on_two(path), 64, *parts)
 
 
 BLOCK_HOROVOD = """
@@ -157,8 +169,8 @@ sys.meta_path.insert(0, Block())
 
 def test_horovod_is_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD)
-    path = write_run(tmp_path, reduce={"kind": "horovod"})
-    result = hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
+    path = misbehaving_run(tmp_path, reduce={"kind": "horovod"})
+    result = run_on_two(path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
     refused(result, 64, "Horovod is not installed", "hpctrain install-horovod")
 
 
@@ -168,24 +180,24 @@ def test_horovod_uses_another_mpi_library(tmp_path):
     copy = tmp_path / "other" / Path(probe().path).name
     copy.parent.mkdir()
     shutil.copy(probe().path, copy)
-    path = write_run(tmp_path, "second-mpi", reduce={"kind": "horovod"}, task_args={"library": str(copy)})
-    refused(hpctrain("run", "-n", 2, path), 64, "different MPI libraries", str(copy))
+    path = misbehaving_run(tmp_path, "second-mpi", reduce={"kind": "horovod"}, task_args={"library": str(copy)})
+    refused(run_on_two(path), 64, "different MPI libraries", str(copy))
 
 
 def test_ranks_that_do_not_find_each_other(tmp_path):
-    result = hpctrain("train", write_run(tmp_path), env={"HPCTRAIN_EXPECTED_RANKS": "2"})
+    result = hpctrain("train", misbehaving_run(tmp_path), env={"HPCTRAIN_EXPECTED_RANKS": "2"}, code=64)
     refused(result, 64, "started 2 ranks but MPI sees 1")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_folder_that_is_in_use(tmp_path):
-    path = write_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
+    path = misbehaving_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
     with started("run", "-n", 2, path, env={"STEP_S": "0.2"}) as first:
-        wait_for("step", reaches_step(tmp_path, 2))
-        refused(hpctrain("run", "-n", 2, path), 64, "in use by another live run", f"process {first.pid} on ")
-        refused(hpctrain("train", path), 64, "in use by another live run")
+        wait_for("step", reaches_step(tmp_path / "run", 2))
+        refused(run_on_two(path), 64, "in use by another live run", f"process {first.pid} on ")
+        refused(hpctrain("train", path, code=64), 64, "in use by another live run")
         step = max(event["step"] for event in events_of(tmp_path))
-        wait_for("further step", reaches_step(tmp_path, step + 2))
+        wait_for("further step", reaches_step(tmp_path / "run", step + 2))
         first.terminate()
         first.communicate(timeout=60)
         assert first.returncode == 75
@@ -200,7 +212,9 @@ def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
     """Two ranks whose run folder is a small file system of its own, which is full from the fourth step on."""
     mounted = folder / "run"
     mounted.mkdir()
-    path = write_run(folder, "fill", train={"steps": 300}, task_args={"rank": 0}, track={"every_steps": 1}, **sections)
+    path = misbehaving_run(
+        folder, "fill", train={"steps": 300}, task_args={"rank": 0}, track={"every_steps": 1}, **sections
+    )
     apart = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("not permitted here: a mount namespace")
@@ -212,8 +226,8 @@ def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
 def test_a_disk_that_is_full_when_events_are_written_costs_the_events_not_the_run(tmp_path):
     result = run_on_a_disk_that_fills(tmp_path, checkpoint={"enabled": False})
     assert result.returncode == 0, result.output
-    assert result.stderr.count("events.jsonl cannot be written: No space left on device; training goes on") == 1
-    assert re.search("events of this run that are lost: 2[0-9][0-9]", result.stderr), result.output
+    assert result.output.count("events.jsonl cannot be written: No space left on device; training goes on") == 1
+    assert re.search("events of this run that are lost: 2[0-9][0-9]", result.output), result.output
     assert "completed at step 300" in result.stdout and '"event": "train"' in result.stdout
     assert "Traceback" not in result.output
 
@@ -227,12 +241,12 @@ def test_a_disk_that_is_full_when_the_end_is_saved_fails_the_run(tmp_path):
 
 
 def test_more_ranks_than_samples_of_a_batch(tmp_path):
-    refused(hpctrain("run", "-n", 2, write_run(tmp_path, train={"global_batch": 1})), 64, "global_batch is 1")
+    refused(run_on_two(misbehaving_run(tmp_path, train={"global_batch": 1})), 64, "global_batch is 1")
 
 
 def test_no_mpi_for_several_ranks(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD.replace("horovod", "mpi4py"))
-    result = hpctrain("run", "-n", 2, write_run(tmp_path), env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
+    result = run_on_two(misbehaving_run(tmp_path), env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
     refused(result, 64, "mpi4py is not installed", 'pip install "hpctrain[mpi]"')
 
 

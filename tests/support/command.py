@@ -1,39 +1,91 @@
-"""Running ``hpctrain`` from a test as a user does, and reading what it left."""
+"""Run ``hpctrain`` from a test as a user does, and read what it left."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
+import psutil
 
 from hpctrain.run_dir import RunDir
-from tests.support import mpi
+from tests.support.mpi import Result, rank_environment, run_in_group
 
 PROJECT = Path(__file__).parents[2]
+HPCTRAIN = [sys.executable, "-m", "hpctrain"]
+MISBEHAVING = PROJECT / "tests" / "dist" / "programs" / "launch_task.py"
 
 
 def hpctrain(
-    *words: object, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120, code: int | None = 0
-) -> mpi.Result:
-    """Runs the command; fails the test unless it ends with ``code`` (None: any)."""
-    environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT), **(env or {})})
-    environment.pop("OMP_NUM_THREADS")  # the launcher's own business
-    command = [sys.executable, "-m", "hpctrain", *map(str, words)]
-    result = mpi.run_in_group(command, environment, cwd, timeout)
+    *words: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    code: int | None = 0,
+) -> Result:
+    """Runs a command to its end; fails the test unless it ends with ``code`` (None: any)."""
+    command = [*HPCTRAIN, *map(str, words)]
+    result = run_in_group(command, environment(env), cwd, timeout)
     if code is not None:
         assert result.returncode == code, f"exit {result.returncode}: {' '.join(command)}\n{result.output}"
     return result
 
 
+@contextmanager
+def started(*words: object, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A command under way; whatever is left of it at the end is killed."""
+    child = subprocess.Popen(
+        [*HPCTRAIN, *map(str, words)],
+        env=environment(env),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # a test run in the background ignores interrupts, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    try:
+        yield child
+    finally:
+        for process in processes_of(child.pid):
+            process.kill()
+        child.kill()
+        child.communicate()
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a user who has set nothing; the number of threads is the launcher's own business."""
+    made = rank_environment({"PYTHONPATH": str(PROJECT), **(extra or {})})
+    del made["OMP_NUM_THREADS"]
+    return made
+
+
 def write_run(folder: Path, **keys: Any) -> Path:
     """A run file in a folder."""
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({"name": "run", **keys}))
+    path.write_text(json.dumps({"name": "run", **keys}))  # JSON is YAML
     return path
+
+
+def misbehaving_run(folder: Path, mode: str = "", train: Mapping[str, Any] | None = None, **sections: Any) -> Path:
+    """A run file for the task of programs/launch_task.py, with its run folder at <folder>/run."""
+    return write_run(
+        folder,
+        task=f"{MISBEHAVING}:task",
+        task_args={"mode": mode, **sections.pop("task_args", {})},
+        run_dir=str(folder / "run"),
+        train={"steps": 12, "global_batch": 4, **(train or {})},
+        **{"reduce": {"kind": "mpi"}, "monitor": {"enabled": False}, **sections},
+    )
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -41,7 +93,46 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in RunDir(run).read_events() if event["event"] == name]
 
 
+def reaches_step(run: Path, step: int) -> Callable[[], bool]:
+    """A condition: the run has reported a step."""
+    return lambda: any(event["step"] >= step for event in events(run, "train"))
+
+
 def last_words(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
-    """Last words of all ranks, in their order."""
-    words = json.loads((run / "ranks" / f"{attempt}.json").read_text())["ranks"]
-    return sorted(words, key=lambda word: word["rank"])
+    """Last words of all ranks of an attempt, in their order."""
+    return list(RunDir(run).read_words(attempt)["ranks"])
+
+
+def endings(run: Path, attempt: int = 1) -> list[str]:
+    """How each rank ended."""
+    return [word["ending"] for word in last_words(run, attempt)]
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """Polls until a condition gives something true, and returns that."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
+        time.sleep(0.02)
+    return found
+
+
+def processes_of(pid: int) -> list[psutil.Process]:
+    """The descendants of a process."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Command lines of processes that still work on a run folder."""
+    needle = str(folder)
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        environ = process.info["environ"] or {}
+        alive = process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+        if alive and (needle in line or environ.get("HPCTRAIN_RUN_DIR", "").startswith(needle)):
+            found.append(f"{process.pid} {line}")
+    return found
