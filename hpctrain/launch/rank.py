@@ -185,7 +185,8 @@ class Session:
         self.end(Ending.FAILED, code, error=ErrorWord(what, fix, type(error).__name__, trace))
         unexpected = not isinstance(error, HpctrainError)
         if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
-            print(trace, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the log's disk may be full, and the others must still be ended
+                print(trace, file=sys.stderr, flush=True)
         if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
             first = lowest_failing(told)
         if not self.supervised and self.shows(first):
@@ -210,7 +211,8 @@ class Session:
         """The one message."""
         where = f"rank {self.world.rank} on {self.world.host}: " if self.world.size > 1 else ""
         logged = self.user_stderr != 2 and self.run_dir is not None
-        self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}" + (f"\n  traceback: {self.log()}" if logged else ""))
+        trace = f"\n  traceback: {self.log()}" if logged else ""
+        self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}{trace}")
 
     def warn(self, text: str) -> None:
         """To the user, from rank 0 while the run goes on; under a supervisor only its standard output gets there."""
