@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import h5py
@@ -55,6 +57,19 @@ def test_h5py_reads_every_type_and_shape(tmp_path: Path) -> None:
             assert not stored.piece.num_bytes or dataset.id.get_offset() == stored.offset
         assert file["types/bool"].dtype == np.bool_
         assert file["types/complex64"].dtype == np.complex64
+
+
+def test_h5dump_reads_every_type(tmp_path: Path) -> None:
+    if not shutil.which("h5dump"):
+        pytest.skip("this machine has no h5dump")
+    image = image_of(*ALL_TYPES, *ODD_SHAPES)
+    write(image, tmp_path / "shard.h5")
+    for piece, view in zip(image.plan.pieces, image.views, strict=True):
+        command = ["h5dump", "-d", f"/{piece.tensor.name}", "-b", "FILE", "-o", "bytes", "shard.h5"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+        assert (tmp_path / "bytes").read_bytes() == view.tobytes(), piece.tensor.name
+    header = subprocess.run(["h5dump", "-H", "shard.h5"], cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    assert header.stdout.count(b"DATASET") == len(image.views) and b"ATTRIBUTE" not in header.stdout
 
 
 @settings(max_examples=25, deadline=None)
