@@ -1,49 +1,25 @@
-"""CRC-32 of a file and of the parts of it, each byte read once where parts are large."""
+"""CRC-32 of a file and of the parts of it, with each byte read once.
+
+A CRC is the remainder of a polynomial over GF(2). Appending n bytes multiplies it by x ** (8 * n); so the sum of a
+whole is that of its parts, each multiplied by what stands behind it, added up (which is exclusive or).
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-POLYNOMIAL = 0xEDB88320
-"""CRC-32 of zlib, PNG and Ethernet; bit 31 is the coefficient of x**0."""
-ONE = 1 << 31
-SMALL_BYTES = 256 * 1024
-"""Parts below this are summed twice: cheaper than combining their sums."""
-RUN_BYTES = 1 << 20
-"""Small parts in a row are summed again after so many bytes, while they are in the cache."""
+Polynomials = NDArray[np.uint32]
+"""Remainders modulo the CRC's polynomial; bit 31 is the coefficient of x**0, as in zlib's sums."""
 
-
-def multiply(first: int, second: int) -> int:
-    """Product of two polynomials over GF(2), modulo the CRC's."""
-    product = 0
-    while first:
-        if first & ONE:
-            product ^= second
-        first = (first << 1) & 0xFFFFFFFF
-        second = (second >> 1) ^ (POLYNOMIAL if second & 1 else 0)
-    return product
-
-
-@lru_cache(maxsize=4096)
-def shift(num_bytes: int) -> int:
-    """x ** (8 * num_bytes), modulo the CRC's polynomial, by repeated squaring."""
-    power, square = ONE, ONE >> 8
-    while num_bytes:
-        if num_bytes & 1:
-            power = multiply(power, square)
-        square = multiply(square, square)
-        num_bytes >>= 1
-    return power
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two byte strings in a row, from the sum of each and the length of the second."""
-    return multiply(shift(second_bytes), first) ^ second
+POLYNOMIAL = np.uint32(0xEDB88320)
+"""CRC-32 of zlib, PNG and Ethernet."""
+ONE = np.uint32(1 << 31)
 
 
 def checksums(buffer: NDArray[np.uint8], extents: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
@@ -57,17 +33,44 @@ def checksums(buffer: NDArray[np.uint8], extents: Sequence[tuple[int, int]]) -> 
         The sum of the buffer and the sums of the parts.
     """
     view = buffer.data
-    whole = 0
-    summed = 0  # bytes that `whole` covers
-    sums = []
-    for offset, length in extents:
-        end = offset + length
-        crc = zlib.crc32(view[offset:end])
-        sums.append(crc)
-        if length >= SMALL_BYTES:
-            whole = combine(zlib.crc32(view[summed:offset], whole), crc, length)
-            summed = end
-        elif end - summed >= RUN_BYTES:
-            whole = zlib.crc32(view[summed:end], whole)
-            summed = end
-    return zlib.crc32(view[summed:], whole), sums
+    cuts = [0, *(cut for offset, length in extents for cut in (offset, offset + length)), buffer.size]
+    sums = [zlib.crc32(view[begin:end]) for begin, end in pairwise(cuts)]  # gaps and parts by turns
+    return joined(sums, np.diff(cuts)), sums[1::2]
+
+
+def joined(sums: Sequence[int], lengths: NDArray[np.int64]) -> int:
+    """CRC-32 of byte strings in a row, from the sum and the length in bytes of each."""
+    behind = lengths[::-1].cumsum()[::-1] - lengths
+    return int(np.bitwise_xor.reduce(multiply(np.array(sums, dtype=np.uint32), shift(behind))))
+
+
+def shift(num_bytes: NDArray[np.int64]) -> Polynomials:
+    """x ** (8 * n) for each n."""
+    result = np.full(num_bytes.shape, ONE)
+    for level in range(-(-int(num_bytes.max(initial=0)).bit_length() // 8)):
+        result = multiply(result, shifts_by_level(level)[(num_bytes >> (8 * level)) & 0xFF])
+    return result
+
+
+@cache
+def shifts_by_level(level: int) -> Polynomials:
+    """x ** (8 * n * 256**level) for n from 0 to 255."""
+    if level == 0:
+        unit = np.array([ONE >> np.uint32(8)])
+    else:
+        below = shifts_by_level(level - 1)
+        unit = multiply(below[255:], below[1:2])
+    powers = np.array([ONE])
+    while powers.size < 256:
+        powers = np.concatenate([powers, multiply(powers, unit)])
+        unit = multiply(unit, unit)
+    return powers
+
+
+def multiply(first: Polynomials, second: Polynomials) -> Polynomials:
+    """Elementwise products."""
+    product = np.zeros(np.broadcast_shapes(first.shape, second.shape), dtype=np.uint32)
+    for power in range(32):  # second is now times x ** power
+        product ^= np.where(first & (ONE >> np.uint32(power)), second, np.uint32(0))
+        second = (second >> np.uint32(1)) ^ np.where(second & np.uint32(1), POLYNOMIAL, np.uint32(0))
+    return product
