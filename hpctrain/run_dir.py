@@ -10,7 +10,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,17 +189,20 @@ class RunDir:
 
     # events
 
-    def append_event(self, event: str, step: int, **fields: Any) -> None:
-        """Appends to events.jsonl; rank 0 only. Training uses EventWriter, which does not raise.
+    def monitor_event(self, event: str, step: int, **fields: Any) -> None:
+        """Appends to monitor/events.jsonl; the first node agent or the supervisor only.
 
         Raises:
             RunFailed: it cannot be written (full disk).
         """
-        _append(self.events, event, step, fields)
-
-    def monitor_event(self, event: str, step: int, **fields: Any) -> None:
-        """Appends to monitor/events.jsonl; the first node agent or the supervisor only. Raises like append_event."""
-        _append(self.monitor_events, event, step, fields)
+        line = events.encode(
+            {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
+        )
+        try:
+            if append_bytes(self.monitor_events, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise _cannot_write(self.monitor_events, error) from error
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events of the run by time: both files merged, torn lines dropped, repeated steps resolved."""
@@ -261,16 +264,6 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
-
-
-def _append(path: Path, event: str, step: int, fields: Mapping[str, Any]) -> None:
-    """One line."""
-    line = events.encode({"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields})
-    try:
-        if append_bytes(path, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
         raise _cannot_write(path, error) from error
 
 

@@ -14,6 +14,7 @@ from hpctrain.bench.scaling_plan import EXCHANGE_FILE, batches, further, jobs, s
 from hpctrain.config import Config, LaunchConfig, TrainConfig
 from hpctrain.config_file import load
 from hpctrain.errors import UserError
+from hpctrain.event_writer import EventWriter
 from hpctrain.run_dir import RunDir
 
 
@@ -70,11 +71,11 @@ def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
     assert not scaling_runs.is_done(training) and not scaling_runs.is_done(exchange)
     for job in (training, exchange):
         RunDir.for_config(job.config).create()
-    run = RunDir.for_config(training.config)
+    events = EventWriter(RunDir.for_config(training.config).events, print)
     for number in range(1, 6):
         seconds = {"data": 0.5, "forward": 1.0, "backward": 2.0, "exchange": number, "callbacks": 0.25}
-        run.append_event("train", 5 * number, steps=5, seconds=seconds)
-    run.append_event("run_finished", 25, reason="completed", steps=25, seconds=1.0)
+        events.append("train", 5 * number, steps=5, seconds=seconds)
+    events.append("run_finished", 25, reason="completed", steps=25, seconds=1.0)
     row = {"nodes": 1, "ranks": 2, "bytes": 4096, "seconds": 1e-4}
     (tmp_path / exchange.name / EXCHANGE_FILE).write_text(json.dumps({"rows": [row]}))
     scaling_runs.run_here([training, exchange])

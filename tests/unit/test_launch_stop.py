@@ -10,6 +10,7 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.errors import ExitCode, NoRequeue, UserError
+from hpctrain.event_writer import EventWriter
 from hpctrain.launch.rank import exit_code, message
 from hpctrain.launch.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.launch.stop import StopRequests
@@ -36,7 +37,7 @@ def run_dir(tmp_path) -> RunDir:
 def steps_until_stop(signals, run_dir, ask) -> int:
     """Steps that a run of one rank makes after somebody asks it to stop."""
     trainer = SimpleNamespace(world=alone(), state=TrainState(step=5))
-    hook = StopRequests(signals, run_dir, run_dir.append_event)
+    hook = StopRequests(signals, run_dir, EventWriter(run_dir.events, print).append)
     hook.before_fit(trainer)
     assert hook.after_step(trainer, None) is None
     hook.next_look = 0.0  # the next look is due

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import pytest
 
 from hpctrain.config import Config, TrainConfig
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.event_writer import EventWriter
 from hpctrain.run_dir import RunDir
 
 
@@ -18,6 +20,11 @@ def run_dir(tmp_path, monkeypatch) -> RunDir:
     made = RunDir(tmp_path / "run")
     made.create()
     return made
+
+
+def append(run_dir: RunDir, event: str, step: int, **fields: Any) -> None:
+    """As rank 0 does."""
+    EventWriter(run_dir.events, print).append(event, step, **fields)
 
 
 def test_the_folder_is_named_by_the_run_file(tmp_path, monkeypatch):
@@ -70,31 +77,31 @@ def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
 
 
 def test_events_of_both_files_come_merged_by_time(run_dir):
-    run_dir.append_event("run_started", 0)
+    append(run_dir, "run_started", 0)
     run_dir.monitor_event("straggler", 1, rank=1)
-    run_dir.append_event("train", 2, loss=float("nan"))
+    append(run_dir, "train", 2, loss=float("nan"))
     assert [event["event"] for event in run_dir.read_events()] == ["run_started", "straggler", "train"]
     assert run_dir.read_events()[2]["loss"] is None
     assert all(json.loads(line) for line in run_dir.events.read_text().splitlines())
 
 
 def test_a_line_torn_by_a_crash_costs_only_itself(run_dir):
-    run_dir.append_event("train", 1, loss=1.0)
+    append(run_dir, "train", 1, loss=1.0)
     with open(run_dir.events, "ab") as file:
         file.write(b'{"time": 1.0, "event": "tra')
     assert [event["step"] for event in run_dir.read_events()] == [1]
-    run_dir.append_event("train", 2, loss=1.0)
+    append(run_dir, "train", 2, loss=1.0)
     assert [event["step"] for event in run_dir.read_events()] == [1, 2]
 
 
 def test_steps_computed_again_after_a_resume_count_once(run_dir, monkeypatch):
-    run_dir.append_event("run_started", 0)
+    append(run_dir, "run_started", 0)
     for step in (10, 20, 30):
-        run_dir.append_event("train", step, loss=float(step))
+        append(run_dir, "train", step, loss=float(step))
     monkeypatch.setenv("HPCTRAIN_ATTEMPT", "2")
-    run_dir.append_event("resumed", 10, path="checkpoints/step-000000010")
-    run_dir.append_event("run_started", 10)
-    run_dir.append_event("train", 20, loss=0.5)
+    append(run_dir, "resumed", 10, path="checkpoints/step-000000010")
+    append(run_dir, "run_started", 10)
+    append(run_dir, "train", 20, loss=0.5)
     trained = [(event["step"], event["attempt"]) for event in run_dir.read_events() if event["event"] == "train"]
     assert trained == [(10, 1), (20, 2)]
 
@@ -108,10 +115,10 @@ def test_a_partial_folder_reads_as_empty(tmp_path):
 
 
 def test_a_full_disk_ends_clearly(run_dir, monkeypatch):
-    run_dir.append_event("train", 1)
+    run_dir.monitor_event("straggler", 1)
     monkeypatch.setattr("os.write", lambda handle, data: len(data) - 5)
     with pytest.raises(RunFailed, match="No space left on device"):
-        run_dir.append_event("train", 2)
+        run_dir.monitor_event("straggler", 2)
 
 
 def test_a_lock_left_by_a_dead_update_is_removed(run_dir, monkeypatch):

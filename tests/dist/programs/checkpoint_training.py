@@ -24,6 +24,7 @@ from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import connect
 from hpctrain.config import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
+from hpctrain.event_writer import EventWriter
 from hpctrain.run_dir import RunDir
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
@@ -105,7 +106,8 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     fingerprint = problem.train.fingerprint()
     batch = problem.order.global_batch
     fresh = options.get("fresh", False)
-    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, run_dir.append_event, fresh)
+    report = EventWriter(run_dir.events, print).append
+    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh)
     trainer = build.make_trainer(config, world, problem, framework, clock, [hook, recorder])
     with closing(framework), closing(hook), closing(trainer.data):
         trainer.fit()
