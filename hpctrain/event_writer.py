@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.events import encode
-from hpctrain.run_dir import append_bytes, current_attempt
+from hpctrain.run_dir import append_bytes, event_line
 
 MOST_WAITING = 10_000
 """Events that are kept at most, some MiB; the oldest go first."""
@@ -36,8 +34,7 @@ class EventWriter:
 
     def append(self, event: str, step: int, **fields: Any) -> None:
         """Writes an event, now or later; a ``time`` among the fields is that of the event."""
-        line = encode({"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields})
-        self.waiting.append(line)
+        self.waiting.append(event_line(event, step, fields))
         if problem := self._write():
             if not self.has_warned:
                 self.has_warned = True

@@ -10,7 +10,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,6 +265,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
+
+
+def event_line(event: str, step: int, fields: Mapping[str, Any]) -> bytes:
+    """An event of now and of this process's attempt, as a line of a file."""
+    return events.encode({"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields})
 
 
 def append_bytes(path: Path, lines: bytes) -> int:
