@@ -7,6 +7,7 @@ changes more from minute to minute than they differ. Each ends with an fsync: wh
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -172,6 +173,7 @@ def remove(path: Path) -> None:
 def memory_growth(arrays: Arrays, folder: Path, saves: int) -> dict[str, Any]:
     """Largest resident memory over many saves, less that before the first and less the one copy that staging is."""
     os.sync()
+    gc.collect()
     before = resident_bytes()
     store = CheckpointStore(folder / "memory", keep=Retention(last=1))
     saver = open_saver(store)

@@ -258,14 +258,14 @@ def coverage_problem(manifest: Manifest) -> str | None:
     specs: dict[tuple[str, int | None], TensorSpec] = {}
     for shard in manifest.shards:
         for stored in shard.pieces:
-            tensor = stored.piece.tensor
-            if specs.setdefault(tensor.key, tensor) != tensor:
+            tensor, key = stored.piece.tensor, stored.piece.tensor.key
+            if specs.setdefault(key, tensor) is not tensor and specs[key] != tensor:
                 return f"the shards disagree about the shape of {tensor.name}"
             if tensor.rank is not None and tensor.rank >= manifest.ranks:
                 return f"{tensor.name} belongs to rank {tensor.rank} of {manifest.ranks}"
-            repeated = tensor.key in next_row and not stored.piece.rows
-            if stored.piece.first_row != next_row.get(tensor.key, 0) or repeated:
+            repeated = key in next_row and not stored.piece.rows
+            if stored.piece.first_row != next_row.get(key, 0) or repeated:
                 return f"rows of {tensor.name} are missing or there twice"
-            next_row[tensor.key] = stored.piece.first_row + stored.piece.rows
+            next_row[key] = stored.piece.first_row + stored.piece.rows
     short = next((tensor.name for key, tensor in specs.items() if next_row[key] != tensor.rows), None)
     return f"rows of {short} are missing" if short else None

@@ -208,16 +208,22 @@ def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
 
 
 def read_all(descriptor: int, size: int) -> tuple[NDArray[np.uint8], int]:
-    """A file's bytes and their CRC-32, summed while they are in the cache."""
+    """A file's bytes and their CRC-32, summed by another thread while the next block is read."""
     buffer = np.empty(size, dtype=np.uint8)
     view = buffer.data
     position = crc = 0
-    while position < size:
-        count = os.preadv(descriptor, [view[position : position + BLOCK_BYTES]], position)
-        if count == 0:
-            raise OSError(f"the file ends after {position} of {size} bytes")
-        crc = zlib.crc32(view[position : position + count], crc)
-        position += count
+
+    def add(part: memoryview) -> None:
+        nonlocal crc
+        crc = zlib.crc32(part, crc)
+
+    with ThreadPoolExecutor(1, "checksum") as helper:
+        while position < size:
+            count = os.preadv(descriptor, [view[position : position + BLOCK_BYTES]], position)
+            if count == 0:
+                raise OSError(f"the file ends after {position} of {size} bytes")
+            helper.submit(add, view[position : position + count])
+            position += count
     return buffer, crc
 
 
