@@ -7,7 +7,6 @@ changes more from minute to minute than they differ. Each ends with an fsync: wh
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import resource
@@ -51,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
         for count in COUNTS:
             arrays = make_state(count, args.mb)
             label = f"{count} tensors, {args.mb} MB"
+            # memory first: what other contenders free, the C library may keep
+            growth = memory_growth(arrays, Path(folder), args.saves)
             rows += [{"state": label, **row} for row in measure(arrays, Path(folder), args.rounds)]
-            rows.append({"state": label, "what": "memory", **memory_growth(arrays, Path(folder), args.saves)})
+            rows.append({"state": label, "what": "memory", **growth})
     if args.json:
         print(json.dumps(rows))
     else:
@@ -173,7 +174,6 @@ def remove(path: Path) -> None:
 def memory_growth(arrays: Arrays, folder: Path, saves: int) -> dict[str, Any]:
     """Largest resident memory over many saves, less that before the first and less the one copy that staging is."""
     os.sync()
-    gc.collect()
     before = resident_bytes()
     store = CheckpointStore(folder / "memory", keep=Retention(last=1))
     saver = open_saver(store)

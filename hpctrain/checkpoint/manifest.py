@@ -6,11 +6,13 @@ bytes of the inner object as they stand, so it is checked before any of them is 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,7 +108,20 @@ def parse(data: bytes, where: str) -> Manifest:
         raise DamagedCheckpoint(f"{where} is not a manifest: it was cut short or overwritten")
     if hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
         raise DamagedCheckpoint(f"{where} is damaged: its checksum does not match")
-    return manifest_from_json(parse_json(frame[2], where), where)
+    with no_garbage_collection():
+        return manifest_from_json(parse_json(frame[2], where), where)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """For making many objects that stay: meanwhile Python would look several times through all that frameworks hold."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def parse_json(data: bytes, where: str) -> Any:
