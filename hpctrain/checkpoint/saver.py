@@ -185,7 +185,7 @@ class Saver:
         future: Future[Any] = Future()
         try:
             image = self.prepare(tensors)
-            for source, view, piece in zip(self.sources, image.views, image.plan.pieces, strict=True):
+            for source, view, piece in zip(self.sources, image.views, image.pieces, strict=True):
                 tensors[source].copy_into(view, piece.first_row)
             synchronize()
         except (MemoryError, OSError) as error:

@@ -30,7 +30,8 @@ from hpctrain.checkpoint.manifest import piece_text, shard_text
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used where they lie in the image."""
 METADATA_BLOCK_BYTES = 1 << 16
-PAGE_BYTES = 4096
+PAGE_BYTES = 512
+"""Of a file under construction: metadata of a few hundred bytes lies between the tensors."""
 
 
 class SparseFile:
@@ -134,7 +135,7 @@ def create_dataset(target: h5py.File, piece: Piece, link: Any, create: Any) -> i
 def host_buffer(num_bytes: int) -> NDArray[np.uint8]:
     """Page-aligned memory, touched so that the first snapshot does not pay for it."""
     buffer = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
-    buffer[::PAGE_BYTES] = 0
+    buffer[:: mmap.PAGESIZE] = 0
     return buffer
 
 
@@ -142,7 +143,7 @@ class ShardImage:
     """A shard in memory: ``views`` are arrays over it, one for each piece, to be filled before each write."""
 
     def __init__(self, plan: Skeleton, allocate: Callable[[int], NDArray[np.uint8]] = host_buffer) -> None:
-        self.plan = plan
+        self.pieces = plan.pieces
         self.buffer = allocate(plan.num_bytes)
         for page, data in plan.pages.items():
             part = self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
@@ -156,7 +157,7 @@ class ShardImage:
 
     def first_not_finite(self, names: Collection[str]) -> str | None:
         """The first tensor among these that holds a NaN or infinity here."""
-        for view, piece in zip(self.views, self.plan.pieces, strict=True):
+        for view, piece in zip(self.views, self.pieces, strict=True):
             if piece.tensor.name in names and not all_finite(view, piece.tensor.dtype):
                 return piece.tensor.name
         return None
@@ -167,7 +168,7 @@ class ShardImage:
             summing = helper.submit(checksums, self.buffer, self.extents)
             write_durably(path, self.buffer)
             whole, sums = summing.result()
-        return shard_text(path.name, self.plan.num_bytes, whole, self.texts, sums)
+        return shard_text(path.name, self.buffer.size, whole, self.texts, sums)
 
 
 def view_of(buffer: NDArray[np.uint8], piece: Piece, offset: int) -> NDArray[Any]:

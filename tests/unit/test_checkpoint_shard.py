@@ -47,7 +47,7 @@ def test_h5py_reads_every_type_and_shape(tmp_path: Path) -> None:
     image = image_of(*ALL_TYPES, *ODD_SHAPES)
     shard = write(image, tmp_path / "shard-00000-of-00001.h5")
     with h5py.File(tmp_path / shard.file) as file:
-        views = {piece.tensor.name: view for piece, view in zip(image.plan.pieces, image.views, strict=True)}
+        views = {piece.tensor.name: view for piece, view in zip(image.pieces, image.views, strict=True)}
         for stored in shard.pieces:
             view = views[stored.piece.tensor.name]
             dataset = file[stored.piece.tensor.name]
@@ -64,7 +64,7 @@ def test_h5dump_reads_every_type(tmp_path: Path) -> None:
         pytest.skip("this machine has no h5dump")
     image = image_of(*ALL_TYPES, *ODD_SHAPES)
     write(image, tmp_path / "shard.h5")
-    for piece, view in zip(image.plan.pieces, image.views, strict=True):
+    for piece, view in zip(image.pieces, image.views, strict=True):
         command = ["h5dump", "-d", f"/{piece.tensor.name}", "-b", "FILE", "-o", "bytes", "shard.h5"]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=30)
         assert (tmp_path / "bytes").read_bytes() == view.tobytes(), piece.tensor.name
@@ -81,7 +81,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[
     )
     shard = write(image, folder / "shard-00000-of-00001.h5")
     buffer = read_shard(folder, shard)
-    views = {piece.tensor.name: view for piece, view in zip(image.plan.pieces, image.views, strict=True)}
+    views = {piece.tensor.name: view for piece, view in zip(image.pieces, image.views, strict=True)}
     assert len(shard.pieces) == len(views)
     for stored in shard.pieces:
         view = views[stored.piece.tensor.name]
@@ -95,7 +95,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_arrays_begin_at_cache_lines() -> None:
-    assert all(offset % 64 == 0 for offset in image_of(*ALL_TYPES, *ODD_SHAPES).plan.offsets)
+    assert all(offset % 64 == 0 for offset, _ in image_of(*ALL_TYPES, *ODD_SHAPES).extents)
 
 
 def test_an_image_is_filled_and_written_again(tmp_path: Path) -> None:
