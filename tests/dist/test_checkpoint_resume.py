@@ -65,11 +65,11 @@ def runs(mpirun: Callable[..., Any], tmp_path: Path) -> Runs:
 
 CASES = [
     pytest.param("torch", 1, {"task_args": {"optimizer": "momentum"}}, id="torch-1-momentum"),
-    pytest.param("torch", 2, {"precision": "fp16"}, id="torch-2-fp16"),
+    pytest.param("torch", 2, {"precision": "fp16", "save": {"writers": "node"}}, id="torch-2-fp16-writers-node"),
     pytest.param("torch", 4, {"save": {"mode": "sync"}}, id="torch-4-sync"),
     pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
     pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
-    pytest.param("tensorflow", 4, {}, id="keras-4"),
+    pytest.param("tensorflow", 4, {"save": {"writers": "node"}}, id="keras-4-writers-node"),
 ]
 
 

@@ -29,12 +29,25 @@ def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path)
         assert "loaded 2" in mpirun(ranks, PROGRAM, "load", folder, 3, 2).stdout
     writes_are_shared(folder / "step-000000002")
 
+    swapped = [folder / "step-000000002" / f"shard-0000{rank}-of-00003.h5" for rank in (0, 2)]
+    swap(*swapped)
+    assert "loaded 1" in mpirun(2, PROGRAM, "load", folder, 3, 1).stdout
+    swap(*swapped)
+
     shard = folder / "step-000000002" / "shard-00001-of-00003.h5"  # read by rank 1 of 2
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     assert "loaded 1" in (output := mpirun(2, PROGRAM, "load", folder, 3, 1).stdout)
     assert "shard-00001-of-00003.h5 is damaged: the checksum of model/large does not match" in output
+
+
+def swap(one: Path, other: Path) -> None:
+    """Each under the other's name."""
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
 
 
 def writes_are_shared(folder: Path) -> None:
@@ -51,12 +64,18 @@ def writes_are_shared(folder: Path) -> None:
     assert max(sizes) - min(sizes) < 100_000
 
 
-@pytest.mark.world_size(2)
-def test_one_writer(mpirun: Run, tmp_path: Path) -> None:
-    mpirun(2, PROGRAM, "save", tmp_path, "one")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("mode", "writers"), [("one", [0]), ("node", [0]), ("two-nodes", [0, 2])])
+def test_one_rank_or_one_of_a_node_writes_what_all_share(
+    mpirun: Run, tmp_path: Path, mode: str, writers: list[int]
+) -> None:
+    """Four ranks of this host share a writer; the others write what is theirs. Any number of ranks reads it."""
+    mpirun(4, PROGRAM, "save", tmp_path, mode)
     sizes = [shard.stat().st_size for shard in sorted((tmp_path / "step-000000002").glob("*.h5"))]
-    assert sizes[0] > 12_000_000 and sizes[1] < 10_000
-    mpirun(2, PROGRAM, "load", tmp_path, 2, 2)
+    assert [rank for rank, size in enumerate(sizes) if size > 12_000_000 / len(writers)] == writers
+    assert [rank for rank, size in enumerate(sizes) if size > 10_000] == writers
+    for ranks in (4, 2):
+        mpirun(ranks, PROGRAM, "load", tmp_path, 4, 2)
 
 
 @pytest.mark.world_size(3)

@@ -25,14 +25,17 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone, connect
 
 world = {"alone": alone, "connect": connect}[sys.argv[2]]()
+announced = os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT)
 store = CheckpointStore(sys.argv[1], keep=Retention(last=2), group=world.everyone)
 for save, step in enumerate((1, 2, 2, 3, 4)):
     arrays = {f"model/weight{i}": np.full(300, save, np.float32) for i in range(4)}
     store.save(arrays, meta={"save": save}, step=step)
     if world.rank == 0:
-        os.write(1, b"announced %d" % step)
+        os.write(announced, b"%d" % step)
     world.everyone.barrier("announce one after the other")
 """
+ANNOUNCED = "announced"
+"""File that stands for the user who is told."""
 TRACED = "openat,mkdir,rename,renameat,renameat2,unlink,unlinkat,rmdir,pwrite64,write,fsync,fdatasync"
 STATES = 6
 """Random states tried after each call, beside the luckiest and the unluckiest."""
@@ -54,6 +57,7 @@ def record(root: Path, launch: Sequence[str], environment: Mapping[str, str], wo
     (root / "disk").mkdir()
     trace = ["strace", "-f", "-y", "-xx", "-s", "1000000", "-o", str(log), "-e", f"trace={TRACED}"]
     command = [*trace, *launch, str(program), str(root / "disk" / "run" / "checkpoints"), world]
+    command.append(str(root / ANNOUNCED))
     subprocess.run(command, check=True, timeout=120, capture_output=True, env=environment)
     disk = Disk(str(root / "disk"))
     calls = [call for call in parse(log.read_text()) if disk.inside(call.path) or announces(call)]
@@ -63,7 +67,7 @@ def record(root: Path, launch: Sequence[str], environment: Mapping[str, str], wo
 
 def announces(call: Call) -> bool:
     """Whether a call tells the user that a checkpoint is saved."""
-    return call.data.startswith(b"announced") and "/disk/" not in call.path
+    return call.name == "append" and Path(call.path).name == ANNOUNCED
 
 
 def check_order(calls: Sequence[Call]) -> None:
@@ -98,7 +102,7 @@ def check_losses(root: Path, calls: Sequence[Call], scratch: Path, seed: int) ->
     announced = None
     for number, call in enumerate(calls):
         if announces(call):
-            announced = int(call.data.split()[1])
+            announced = int(call.data)
         else:
             disk.do(call)
         for state, chance in enumerate([0.0, 1.0, *[luck] * STATES]):

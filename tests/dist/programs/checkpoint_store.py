@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint import saver as saver_module
+from hpctrain.checkpoint.hook import writers as writing_ranks
 from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
 
 
@@ -31,9 +34,12 @@ def own(rank: int, value: float) -> dict[str, np.ndarray]:
 
 
 def save(world: World, folder: Path, writers: str) -> None:
-    """Two checkpoints, of steps 1 and 2."""
+    """Two checkpoints, of steps 1 and 2; ``two-nodes``: as if the upper half of the ranks were on another node."""
     store = CheckpointStore(folder, group=world.everyone)
-    store.saver = open_saver(store, [0] if writers == "one" else None)
+    if writers == "two-nodes":
+        half = Group("local", world.everyone.comm.Split(2 * world.rank // world.size))
+        world, writers = dataclasses.replace(world, local=half), "node"
+    store.saver = open_saver(store, writing_ranks(writers, world))
     for step in (1, 2):
         store.save(arrays(step), {"step": step}, step, own(world.rank, step))
     store.close()
