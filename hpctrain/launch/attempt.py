@@ -51,6 +51,8 @@ class Launch:
     """Expected number."""
     saves: bool = True
     """Whether the ranks save checkpoints; of a plain command nobody knows."""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Hosts of ranks, as far as they are known before the start."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Attempt:
         failure = self.failure
         if not all_ended_well(words, self.launch.ranks):
             log = self.run_dir.log("launcher", self.number)
-            failure = hang(self.run_dir, self.number) or failure or missing_ranks(words, self.launch.ranks, text, log)
+            missing = missing_ranks(words, self.launch.ranks, text, log, self.launch.hosts)
+            failure = hang(self.run_dir, self.number) or failure or missing
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
 
     def watch(self) -> None:

@@ -44,6 +44,7 @@ OPEN_MPI_IMPROPER = re.compile(
 OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(\d+)")
 HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
+NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
     r"NODE.?FAIL|[Nn]ode failure|has\s+lost\s+communication\s+with"
     r"|daemon\s+has\s+(?:died|failed)|lost\s+connection\s+to"
@@ -79,6 +80,12 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
 def lost_a_node(text: str) -> bool:
     """Whether the launcher says that a node or its daemon is gone."""
     return bool(LOST_NODE.search(text))
+
+
+def not_started(text: str) -> tuple[list[int], str]:
+    """Ranks that Slurm could not start, and its word for why, which is seldom the cause."""
+    found = NOT_STARTED.findall(text)
+    return sorted({int(rank) for rank, _ in found}), found[0][1].strip() if found else ""
 
 
 def expand(tasks: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain import events
@@ -79,11 +79,19 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:
     return [event for event in told if event["event"] == "hang" and event["attempt"] == attempt]
 
 
-def missing_ranks(words: Sequence[LastWord], ranks: int, text: str, log: Path) -> Verdict | None:
-    """Why ranks left not even a first word, if some did not: from the launcher's text, which stands in ``log``."""
+def missing_ranks(
+    words: Sequence[LastWord], ranks: int, text: str, log: Path, hosts: Mapping[int, str]
+) -> Verdict | None:
+    """Why ranks left not even a first word, if some did not: from the launcher's text, which stands in ``log``.
+
+    ``hosts`` are those of ranks, as far as they are known beforehand.
+    """
     if launchers.lost_a_node(text):
         what = f"a node was lost: {last_line(text)}"
         return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause=NODE)
+    unstarted, why = launchers.not_started(text)
+    if unstarted:
+        return _unstarted(unstarted, why, hosts)
     known = {word.rank for word in words if word.rank is not None}
     if any(word.ending in (Ending.FAILED, Ending.KILLED) for word in words) or len(known) == ranks:
         return None
@@ -92,3 +100,13 @@ def missing_ranks(words: Sequence[LastWord], ranks: int, text: str, log: Path) -
     told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nobody says'}"
     return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, f"see {log}", dead.rank if dead else None, cause="vanished")
+
+
+def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> Verdict:
+    """Slurm did not start these ranks; that says nothing of the run."""
+    host = hosts.get(ranks[0])
+    where = f" on {host}" if host else ""
+    what = f"rank {ranks[0]} could not be started{where}: Slurm says {why!r}"
+    log = f"slurmd's log{where} tells the cause"
+    fix = f"{log}; if it comes again, leave the host out (--exclude {host})" if host else log
+    return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, ranks[0], host, NODE)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.launch.launchers import Death, deaths, expand, lost_a_node
+from hpctrain.launch.launchers import Death, deaths, expand, lost_a_node, not_started
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -76,6 +76,16 @@ def test_a_lost_node_is_told_from_a_dead_rank():
     assert lost_a_node("slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***")
     assert lost_a_node("PRTE has lost communication with a remote daemon.")
     assert not lost_a_node(OPEN_MPI_5 + HYDRA)
+
+
+def test_ranks_that_srun_could_not_start():
+    text = (
+        "srun: launch/slurm: launch_p_step_launch: StepId=2.1 aborted before step completely launched.\n"
+        "srun: error: task 3 launch failed: Unspecified error\nsrun: error: task 2 launch failed: Unspecified error\n"
+        "srun: error: n1: tasks 0-1: Killed\n"
+    )
+    assert not_started(text) == ([2, 3], "Unspecified error")
+    assert not_started("srun: error: n1: task 0: Killed\n") == ([], "")
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True).map(sorted))

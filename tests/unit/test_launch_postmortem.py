@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.last_words import Ending, LastWord
-from hpctrain.launch.postmortem import died_first
+from hpctrain.launch.postmortem import died_first, missing_ranks
+from hpctrain.launch.verdict import NODE
 from hpctrain.monitor import deaths
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
 
@@ -27,6 +28,19 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     assert died_first(run, 1) == [], "another attempt's"
     before = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0)
     assert died_first(run, 2, [before]) == []
+
+
+SRUN = "srun: error: task 2 launch failed: Unspecified error\nsrun: error: n1: tasks 0-1: Killed\n"
+
+
+@pytest.mark.parametrize(("hosts", "host", "where"), [({2: "n2"}, "n2", " on n2"), ({}, None, "")])
+def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
+    tmp_path: Path, hosts: dict[int, str], host: str | None, where: str
+) -> None:
+    verdict = missing_ranks([], 4, SRUN, tmp_path / "log", hosts)
+    assert verdict is not None
+    assert (verdict.rank, verdict.host, verdict.cause) == (2, host, NODE)
+    assert verdict.reason == f"rank 2 could not be started{where}: Slurm says 'Unspecified error'"
 
 
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launch.slurm.preflight import Expected, judge, reports
+from hpctrain.launch.slurm.preflight import Expected, hosts_of_tasks, judge, reports
 from hpctrain.launch.slurm.probe import MARK
 
 EXPECTED = Expected(nodes=2, ranks=4, gpus_per_node=2, cpus_per_rank=2)
@@ -126,6 +126,14 @@ def test_clocks_and_shared_cores_are_told_but_not_fatal() -> None:
 def test_fatal_problems_come_first() -> None:
     found = change(after=190.0, scratch_error="x: full")(healthy())
     assert [problem.fatal for problem in judge(found, EXPECTED, HOSTS)] == [True, False]
+
+
+def test_hosts_of_tasks() -> None:
+    found = healthy()
+    for report in found:
+        report["task"] = str(report["pid"])
+    assert hosts_of_tasks(found) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+    assert hosts_of_tasks(healthy()) == {}
 
 
 def test_judging_changes_nothing() -> None:

@@ -39,6 +39,8 @@ class Prepared:
     """Interpreter of the ranks: node-local where the environment was staged."""
     copies: Mapping[str, str]
     """Node-local copies by source, as the run file writes it."""
+    hosts: Mapping[int, str]
+    """Hosts of ranks, where srun starts them and the preflight has seen them."""
 
 
 def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
@@ -58,16 +60,16 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         skip_steps(PMIX_STEPS * unclean(run.attempts()[:-1], job.id))
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
-        return Prepared(found[0], interpreter, copies)
+        return Prepared(found[0], interpreter, copies, {})
     failed: list[str] = []
     fix = ""
     for launcher in found:
-        problems = check(config, run, job, launcher, interpreter)
+        problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
             print(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", file=sys.stderr, flush=True)
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
-            return Prepared(launcher, interpreter, copies)
+            return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
         failed.append(f"{launcher.describe()}: {fatal.what}")
@@ -106,8 +108,10 @@ def skip_steps(number: int) -> None:
         _run(empty_step(), {}, EMPTY_STEP_S)
 
 
-def check(config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str) -> list[Problem]:
-    """Problems that the ranks' reports show under one launcher."""
+def check(
+    config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str
+) -> tuple[list[Problem], dict[int, str]]:
+    """Problems that the ranks' reports show under one launcher, and the hosts of Slurm's tasks."""
     slurm = config.launch.slurm
     needs_mpi = bool(config.task) and job.ranks > 1
     expected = Expected(job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, needs_mpi)
@@ -116,10 +120,11 @@ def check(config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
     output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
-    problems = preflight.judge(preflight.reports(output.splitlines()), expected, client.hosts(job.nodelist))
+    reports = preflight.reports(output.splitlines())
+    problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
         print(output, file=sys.stderr, flush=True)
-    return problems
+    return problems, preflight.hosts_of_tasks(reports)
 
 
 def python(config: Config) -> str:

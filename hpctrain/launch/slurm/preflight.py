@@ -52,6 +52,11 @@ def reports(lines: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
+def hosts_of_tasks(found: Reports) -> dict[int, str]:
+    """Hosts of Slurm's tasks; meaningless where srun did not start the ranks."""
+    return {int(report["task"]): report["host"] for report in found if report["stage"] == "host" and report.get("task")}
+
+
 def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list[Problem]:
     """All problems, the fundamental ones first.
 

@@ -28,6 +28,7 @@ def main() -> int:
     host = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "task": os.environ.get("SLURM_PROCID"),
         "time": time.time(),
         "cpus": sorted(os.sched_getaffinity(0)),
         "devices": devices(),

@@ -130,7 +130,9 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
-    return Launch(prepared.launcher.words(command, named), env, job.ranks, saves=bool(config.task))
+    return Launch(
+        prepared.launcher.words(command, named), env, job.ranks, saves=bool(config.task), hosts=prepared.hosts
+    )
 
 
 def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
