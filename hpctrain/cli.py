@@ -39,7 +39,7 @@ COMMANDS = {
     "cancel": Command("hpctrain.launch.slurm.commands", "end a run's jobs now"),
     "resume": Command("hpctrain.launch.slurm.commands", "submit a stopped run again"),
     "supervise": Command("hpctrain.launch.commands", "inside a Slurm job: start the ranks and watch over them"),
-    "watch": Command("hpctrain.monitor.commands", "live view of a run"),
+    "watch": Command("hpctrain.watch.commands", "live view of a run: step, rate, curves, ranks, verdicts"),
     "report": Command("hpctrain.report.commands", "run folder to one HTML page with plots"),
     "explain": Command("hpctrain.report.commands", "what ended or slows a run, and what to do"),
     "compare": Command("hpctrain.report.commands", "several runs beside each other"),

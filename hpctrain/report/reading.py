@@ -83,7 +83,7 @@ def read(run_dir: RunDir) -> RunData:
     return RunData(
         path=run_dir.path,
         info=info,
-        config=_config(run_dir.run_yaml),
+        config=run_config(run_dir.run_yaml),
         train=columns.series(columns.train),
         phases=columns.series(columns.phases),
         metrics=columns.series(columns.metrics),
@@ -91,6 +91,15 @@ def read(run_dir: RunDir) -> RunData:
         counts=dict(columns.counts),
         words={attempt: words for attempt in attempts if (words := _words(run_dir, attempt))},
     )
+
+
+def run_config(path: Path) -> dict[str, Any]:
+    """run.yaml as it stands; empty where it is missing or damaged."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def takeover_steps(lines: Iterable[bytes]) -> dict[int, int]:
@@ -177,11 +186,3 @@ def _events(lines: Iterable[bytes]) -> Iterator[Event]:
 def _lines(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from file
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.digest import outcome
 from hpctrain.report.reading import RunData, Series
 
 USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
@@ -63,17 +64,7 @@ def summarize(data: RunData) -> dict[str, Any]:
 
 def state(data: RunData) -> str:
     """completed, early_stop, stop_requested, failed, running or unknown."""
-    attempts = data.info.get("attempts") or []
-    newest = int(attempts[-1]["attempt"]) if attempts else data.last("run_started").get("attempt", 0)
-    finished = data.last("run_finished")
-    if finished and finished["attempt"] >= newest:
-        return str(finished.get("reason", "completed"))
-    verdict = attempts[-1].get("verdict") if attempts else None
-    if isinstance(verdict, dict):
-        return (
-            "failed" if verdict.get("action") in ("fail", "requeue", "do_not_requeue") else str(verdict.get("action"))
-        )
-    return "running" if attempts and attempts[-1].get("ended") is None else "unknown"
+    return outcome(data.info.get("attempts") or [], data.last("run_started"), data.last("run_finished"))
 
 
 def last_step(data: RunData) -> int:

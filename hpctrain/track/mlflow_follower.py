@@ -15,6 +15,7 @@ import yaml
 
 from hpctrain.events import Event, decode
 from hpctrain.run_dir import RunDir, write_atomically
+from hpctrain.tail import Tail
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars
 
@@ -68,13 +69,10 @@ class Follower:
 
     def unread(self) -> bytes:
         """Whole lines that have not been sent."""
-        try:
-            with open(self.run_dir.events, "rb") as file:
-                file.seek(self.offset)
-                content = file.read(READ_BYTES)
-        except FileNotFoundError:
-            return b""
-        return content[: content.rfind(b"\n") + 1]
+        tail = Tail(self.run_dir.events, self.offset)
+        content = tail.lines(READ_BYTES)
+        self.offset = 0 if tail.restarts else self.offset
+        return content
 
     def open_run(self) -> str:
         """A new run with the configuration as parameters."""

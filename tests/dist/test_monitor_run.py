@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -62,12 +61,3 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     assert done is not None
     hpctrain("run", "-n", 2, path, "--train.steps", done + 20)
     assert events(tmp_path / "run", "resumed")[0]["step"] == done
-
-
-def test_watch_shows_the_ranks_of_a_run(tmp_path: Path) -> None:
-    path = misbehaving_run(tmp_path, monitor=MONITOR, train={"steps": 40})
-    hpctrain("run", "-n", 2, path)
-    view = json.loads(hpctrain("watch", path, "--json").stdout)
-    assert [rank["rank"] for rank in view["ranks"]] == [0, 1]
-    assert "rank host" in hpctrain("watch", tmp_path / "run", "--once").stdout
-    assert "no live view" in hpctrain("watch", tmp_path, "--once", code=64).stderr

@@ -19,6 +19,9 @@ ROOMS = {
     "events": {"errors"},
     "facts": set(),
     "run_dir": {"errors", "config", "events"},
+    "digest": {"events"},
+    "tail": {"errors"},
+    "following": {"digest", "events", "run_dir", "tail"},
     "data": {"errors", "config"},
     "comm": {"errors", "config"},
     "train": {"errors", "config", "comm", "data"},
@@ -36,9 +39,12 @@ ROOMS = {
         "facts",
         "resources",
         "monitor",
+        "digest",
+        "following",
     },
-    "track": {"errors", "config", "comm", "train", "run_dir", "events", "facts", "report"},
-    "report": {"errors", "config", "config_file", "run_dir", "events", "resources", "monitor"},
+    "track": {"errors", "config", "comm", "train", "run_dir", "events", "facts", "report", "tail"},
+    "report": {"errors", "config", "config_file", "run_dir", "events", "resources", "monitor", "digest"},
+    "watch": {"errors", "run_dir", "digest", "following", "tail", "launch", "track", "report"},
 }
 """What each room may import besides itself; rooms that are not named here (the command line, build) may import all."""
 

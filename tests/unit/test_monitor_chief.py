@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.bench import straggler_traces as traces
 from hpctrain.config import MonitorConfig
-from hpctrain.monitor import heat, watch
+from hpctrain.monitor import heat
 from hpctrain.monitor.chief import Chief
 from hpctrain.monitor.exclude import Exclusion, exclude, excluded
 from hpctrain.monitor.node import window_message
@@ -160,21 +160,16 @@ def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> No
     assert "did not answer" in (tmp_path / event["healthy"][0]["stack"]).read_text()
 
 
-def test_the_live_view_shows_bars_and_verdicts(tmp_path: Path) -> None:
+def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path)
     for window in slow_host().windows():
         for message in parts(window):
             chief.receive(message, 0.0)
     chief.close()
-    view = watch.read(tmp_path / "monitor")
-    assert view is not None
-    text = watch.render(view, view["time"] + 60, width=100)
-    lines = text.splitlines()
-    assert "60 s ago" in lines[0]
-    assert len([line for line in lines if "█" in line]) == 8
-    assert lines[2 + 0].count("░") > lines[2 + 4].count("░")
-    assert "host n2 (ranks 4-5) is" in text
-    assert max(map(len, lines[:10])) <= 100
+    view = json.loads((tmp_path / "monitor" / "live.json").read_bytes())
+    assert [rank["rank"] for rank in view["ranks"]] == list(range(8)) and view["num_ranks"] == 8
+    assert view["ranks"][0]["wait_s"] > view["ranks"][4]["wait_s"]
+    assert any("host n2 (ranks 4-5) is" in verdict for verdict in view["verdicts"])
 
 
 def test_the_heat_map_is_drawn_and_bounded(tmp_path: Path) -> None:

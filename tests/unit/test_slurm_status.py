@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.digest import Digest
 from hpctrain.errors import UserError
 from hpctrain.launch.slurm import client, logs, status, submission
 from hpctrain.run_dir import RunDir
@@ -17,26 +18,33 @@ def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, A
     return {"event": name, "step": step, "time": time, "attempt": 1, **fields}
 
 
+def digest(*events: dict[str, Any]) -> Digest:
+    made = Digest()
+    for each in events:
+        made.add(each)
+    return made
+
+
 TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, seconds={"forward": 1.0, "backward": 4.0})
 STARTED = event("run_started", 0, 0.0, total_steps=100)
 
 
 def test_progress_from_events() -> None:
-    made = status.progress([STARTED, TRAIN], {"attempts": [{"attempt": 1}]}, 24, None, 107.0)
+    made = status.progress(digest(STARTED, TRAIN), {"attempts": [{"attempt": 1}]}, 24, None, 107.0)
     assert (made.attempt, made.step, made.steps, made.checkpoint, made.silent_s) == (1, 30, 100, 24, 7.0)
     assert made.left_s == pytest.approx(35.0), "70 steps at 2 steps a second"
     assert made.ended is None
 
 
 def test_an_empty_folder_is_no_error() -> None:
-    made = status.progress([], {}, None, None, 0.0)
+    made = status.progress(digest(), {}, None, None, 0.0)
     assert (made.attempt, made.step, made.left_s) == (None, None, None)
     assert status.lines([status.RunStatus("r", None, "not submitted", "", "", "", "", made)])[1] == "  not submitted"
 
 
 def test_the_end_is_in_the_verdicts_words() -> None:
     info = {"attempts": [{"attempt": 2, "ended": 5.0, "verdict": {"reason": "rank 3 on n2 was killed"}}]}
-    made = status.progress([TRAIN], info, None, None, 0.0)
+    made = status.progress(digest(TRAIN), info, None, None, 0.0)
     assert made.ended == "rank 3 on n2 was killed"
     text = "\n".join(status.lines([status.RunStatus("r", "7", "FAILED", "", "n1", "", "", made)]))
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text

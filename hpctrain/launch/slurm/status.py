@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hpctrain.digest import Digest, finding
 from hpctrain.errors import HpctrainError
+from hpctrain.following import Following
 from hpctrain.launch.slurm import client
 from hpctrain.launch.slurm.submission import ALIVE, submissions
 from hpctrain.run_dir import RunDir
@@ -69,9 +71,7 @@ def of_run(run: RunDir) -> RunStatus:
         nodes=entry.nodes if entry else "",
         elapsed=entry.elapsed if entry else "",
         time_left=entry.left if entry else "",
-        progress=progress(
-            run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time()
-        ),
+        progress=progress_of(run),
     )
 
 
@@ -82,8 +82,14 @@ def newest(jobs: Sequence[str]) -> client.QueueEntry | None:
     return next((entry for entry in found if entry.state in ALIVE), found[-1] if found else None)
 
 
+def progress_of(run: RunDir) -> Progress:
+    """What the run folder knows now."""
+    digest = Following(run).catch_up()
+    return progress(digest, run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time())
+
+
 def progress(
-    events: Sequence[Mapping[str, Any]],
+    digest: Digest,
     info: Mapping[str, Any],
     checkpoint: int | None,
     stop_by: str | None,
@@ -91,13 +97,10 @@ def progress(
 ) -> Progress:
     """What events and run.json say; pure."""
     attempts = info.get("attempts", [])
-    train = _last(events, "train")
-    started = _last(events, "run_started")
-    steps = started.get("total_steps")
-    rate = train["steps"] / sum(train["seconds"].values()) if train.get("steps") and train.get("seconds") else None
-    step = train.get("step", _last(events, "resumed").get("step"))
+    train = digest.newest.get("train", {})
+    step, steps, rate = digest.step, digest.total_steps, digest.steps_per_s
     left = (steps - step) / rate if steps and step is not None and rate else None
-    slow = _last(events, "straggler")
+    slow = list(digest.findings.values())
     return Progress(
         attempt=attempts[-1]["attempt"] if attempts else None,
         step=step,
@@ -106,19 +109,11 @@ def progress(
         loss=train.get("loss"),
         samples_per_s=train.get("samples_per_s"),
         left_s=left,
-        silent_s=now - events[-1]["time"] if events else None,
-        straggler=_straggler(slow) if slow and slow.get("state") == "confirmed" else None,
+        silent_s=now - digest.last_time if digest.last_time is not None else None,
+        straggler=finding(slow[-1]) if slow else None,
         ended=_ending(attempts[-1]) if attempts else None,
         stop_requested_by=stop_by,
     )
-
-
-def _last(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    return next((event for event in reversed(events) if event["event"] == name), {})
-
-
-def _straggler(event: Mapping[str, Any]) -> str:
-    return str(event.get("sentence") or f"rank {event['rank']} on {event['host']}: {event['cause']}")
 
 
 def _ending(attempt: Mapping[str, Any]) -> str | None:
@@ -179,8 +174,6 @@ def safe_of_run(run: RunDir) -> RunStatus:
     try:
         return of_run(run)
     except HpctrainError as error:
-        made = progress(
-            run.read_events(), run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time()
-        )
+        made = progress_of(run)
         jobs = submissions(run)
         return RunStatus(str(run.path), jobs[-1].job if jobs else None, UNKNOWN, error.what, "", "", "", made)

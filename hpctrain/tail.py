@@ -1,0 +1,126 @@
+"""Files that others write, looked at again and again: only what is new is read, and only when there is something new.
+
+A file is opened before its size is asked for: on opening, an NFS client asks its server; ``stat`` alone would answer
+from the client's cache, which may be a minute old. Nothing here writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UserError
+
+READ_BYTES = 1 << 20
+"""Bytes read at a time."""
+LINE_BYTES = 1 << 26
+"""Length from which on what has no line end is no line, and is dropped."""
+
+
+@dataclass
+class Tail:
+    """The lines of a file that grows."""
+
+    path: Path
+    offset: int = 0
+    """Bytes that have been read; each is read once."""
+    size: int = 0
+    """Bytes that the file had at the last look."""
+    restarts: int = 0
+    """How often another file was found in its place, whose lines then come from their beginning."""
+    _file: tuple[int, int] | None = field(default=None, repr=False)
+    _rest: bytes = field(default=b"", repr=False)
+    """The last line as far as it has been written."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last look left something unread."""
+        return self.offset < self.size
+
+    def lines(self, most_bytes: int = READ_BYTES) -> bytes:
+        """Whole new lines, about so many bytes of them; empty where there are none, or no file.
+
+        Raises:
+            UserError: the file may not be read.
+        """
+        with _opened(self.path) as handle:
+            if handle is None:
+                self.size = self.offset
+                return b""
+            status = os.fstat(handle)
+            self._notice_another(status)
+            self.size = status.st_size
+            while self.is_behind:
+                data = os.pread(handle, min(most_bytes, self.size - self.offset), self.offset)
+                if not data:
+                    break
+                self.offset += len(data)
+                whole, end, rest = (self._rest + data).rpartition(b"\n")
+                self._rest = rest if len(rest) < LINE_BYTES else b""
+                if end:
+                    return whole + end
+        return b""
+
+    def _notice_another(self, status: os.stat_result) -> None:
+        file = status.st_dev, status.st_ino
+        if self._file not in (None, file) or status.st_size < self.offset:
+            self.offset, self._rest = 0, b""
+            self.restarts += 1
+        self._file = file
+
+
+@dataclass
+class JsonFile:
+    """A small file with one JSON object, which its writer replaces now and then."""
+
+    path: Path
+    value: dict[str, Any] = field(default_factory=dict)
+    """Its last content that was whole; empty before there was any."""
+    changed: float | None = None
+    """When it was last written, Unix seconds by the file system's clock; None while there is no such file."""
+    _version: tuple[int, int, int] | None = field(default=None, repr=False)
+
+    def read(self) -> dict[str, Any]:
+        """Its content; what was known before where it has vanished or is being written.
+
+        Raises:
+            UserError: the file may not be read.
+        """
+        with _opened(self.path) as handle:
+            if handle is None:
+                self.changed = self._version = None
+                return self.value
+            status = os.fstat(handle)
+            self.changed = status.st_mtime
+            version = status.st_ino, status.st_mtime_ns, status.st_size
+            if version != self._version:
+                self._version = version
+                with contextlib.suppress(ValueError):
+                    found = json.loads(os.pread(handle, status.st_size, 0))
+                    self.value = found if isinstance(found, dict) else self.value
+        return self.value
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """A descriptor; None where there is no such file, or the file system has lost it for the moment."""
+    handle = None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read: {error.strerror}", "ask its owner for read permission") from error
+    except OSError:
+        pass
+    try:
+        yield handle
+    except OSError:  # ESTALE, EIO: it may be back at the next look
+        if handle is None:
+            raise
+    finally:
+        if handle is not None:
+            os.close(handle)

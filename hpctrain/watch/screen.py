@@ -1,0 +1,239 @@
+"""A view as lines of text with colours, never wider or longer than what it is drawn on. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.text import Text
+
+from hpctrain.track.console import duration, number
+from hpctrain.watch.state import Word
+from hpctrain.watch.view import Line, Rank, View
+
+STALE_S = 30.0
+"""Silence of a running run from which on it is shown."""
+LABEL = 19
+"""Columns of the names on the left."""
+SPARK = 32
+"""Columns of a curve."""
+MOST_LINES = 6
+"""Curves that are shown."""
+LEAST_RANKS = 3
+"""Lines that ranks get, however low the screen."""
+COLOURS = ("blue", "green", "yellow", "magenta", "cyan", "red", "bright_black", "white")
+STATE_COLOURS = {
+    Word.RUNNING: "bold green",
+    Word.FINISHED: "bold green",
+    Word.FAILED: "bold red",
+    Word.UNKNOWN: "bold magenta",
+}
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """What bars and curves are drawn with."""
+
+    levels: str
+    """Of a curve, from low to high."""
+    busy: str
+    wait: str
+    done: str
+    to_do: str
+
+
+UNICODE = Glyphs("▁▂▃▄▅▆▇█", "█", "░", "━", "─")
+ASCII = Glyphs("_.-:=+*#", "#", ".", "=", "-")
+
+
+def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Text]:
+    """The view in at most so many columns and lines; ranks get the lines that the rest leaves."""
+    head = [*_head(view, width, glyphs), *_curves(view, width, glyphs), *_checkpoint(view), *_phases(view, width)]
+    foot = list(_foot(view, width))
+    room = max(height - len(head) - len(foot), LEAST_RANKS + 1)
+    lines = [*head, *_ranks(view, width, room, glyphs), *foot]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis" if glyphs is UNICODE else "crop")
+    return lines[:height]
+
+
+def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:
+    """A curve of at most so many columns, from its lowest value to its highest."""
+    if not values:
+        return ""
+    groups = np.array_split(np.asarray(values, dtype=np.float64), min(width, len(values)))
+    means = np.array([group.mean() for group in groups])
+    low, span = means.min(), np.ptp(means)
+    top = len(glyphs.levels) - 1
+    heights = np.rint((means - low) / span * top).astype(int) if span > 0 else np.full(len(means), top // 2)
+    return "".join(glyphs.levels[height] for height in heights)
+
+
+def clean(text: str) -> str:
+    """Text from files without what a terminal would obey."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def size(num_bytes: float) -> str:
+    """12.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def age(seconds: float) -> str:
+    """40 s ago."""
+    return f"{seconds:.0f} s ago" if seconds < 60 else f"{duration(seconds)} ago"
+
+
+def brief(seconds: float) -> str:
+    """3 ms, or as ``duration``."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else duration(seconds)
+
+
+def _head(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
+    first = Text(clean(view.run), style="bold")
+    first.append("  ").append(view.state.word.value, STATE_COLOURS.get(view.state.word, "bold yellow"))
+    ranks = f"{view.num_ranks} rank{'' if view.num_ranks == 1 else 's'}" if view.num_ranks else ""
+    hosts = f" on {view.num_hosts} host{'' if view.num_hosts == 1 else 's'}" if ranks and view.num_hosts else ""
+    parts = [
+        f"attempt {view.attempt}" if view.attempt else "",
+        f"{view.requeues} requeue{'' if view.requeues == 1 else 's'}" if view.requeues else "",
+        ranks + hosts,
+        view.framework or "",
+        f"reducer {view.reducer}" if view.reducer else "",
+        f"job {view.job}" if view.job else "",
+    ]
+    yield first.append("".join(f"  {clean(part)}" for part in parts if part))
+    if view.state.why:
+        yield Text(clean(view.state.why), style="italic")
+    if view.is_behind:
+        yield Text("reading what has happened so far ...", style="dim")
+    if view.step is not None:
+        yield _progress(view, width, glyphs)
+    yield from _rates(view)
+
+
+def _progress(view: View, width: int, glyphs: Glyphs) -> Text:
+    assert view.step is not None
+    share = min(view.step / view.total_steps, 1.0) if view.total_steps else None
+    epoch = ""
+    if view.epoch is not None:
+        epoch = f"epoch {view.epoch}" + (f"/{view.epochs}" if view.epochs else "")
+    line = Text(f"step {view.step:,}" + (f"/{view.total_steps:,}" if view.total_steps else ""))
+    if share is not None:
+        bar = max(8, min(60, width - len(line.plain) - len(epoch) - 12))
+        done = int(share * bar)
+        line.append("  ").append(glyphs.done * done, "green").append(glyphs.to_do * (bar - done), "dim")
+        line.append(f"  {int(100 * share)}%")
+    return line.append(f"  {epoch}" if epoch else "")
+
+
+def _rates(view: View) -> Iterator[Text]:
+    runs = view.state.word is Word.RUNNING
+    late = view.end_in_s is not None and view.limit_in_s is not None and view.end_in_s > view.limit_in_s
+    silence = view.silent_s if view.silent_s is not None and (not runs or view.silent_s > STALE_S) else None
+    parts = [
+        (f"{number(view.steps_per_s)} steps/s" if view.steps_per_s else "", ""),
+        (f"{number(view.samples_per_s)} samples/s" if view.samples_per_s else "", ""),
+        (f"ends in {duration(view.end_in_s)}" if view.end_in_s is not None else "", "yellow" if late else ""),
+        (f"time limit in {duration(view.limit_in_s)}" if view.limit_in_s is not None else "", "yellow" if late else ""),
+        (f"last event {age(silence)}" if silence is not None else "", "yellow" if runs else "dim"),
+    ]
+    if shown := [Text(text, style) for text, style in parts if text]:
+        yield Text("  ").join(shown)
+
+
+def _curves(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
+    for line in view.lines[: MOST_LINES - 1] if len(view.lines) > MOST_LINES else view.lines:
+        yield _curve(line, width, glyphs)
+    if len(view.lines) > MOST_LINES:
+        rest = view.lines[MOST_LINES - 1 :]
+        yield Text(f"{'':{LABEL}}" + "  ".join(f"{clean(line.name)} {number(line.value)}" for line in rest))
+
+
+def _curve(line: Line, width: int, glyphs: Glyphs) -> Text:
+    name = "learning rate" if line.name == "lr" else clean(line.name)
+    value = f"x{number(line.value)}" if line.name == "lr" else number(line.value)
+    text = Text(f"{name:<{LABEL}.{LABEL}} ").append(f"{value:>10}", "" if line.value is not None else "bold red")
+    room = min(SPARK, width - LABEL - 36)
+    if room > 4 and line.history:
+        text.append("  ").append(f"{sparkline(line.history, room, glyphs):<{room}}", "cyan")
+        low, high = min(line.history), max(line.history)
+        text.append(f"  {number(low)} to {number(high)}" if low != high else "", "dim")
+    return text
+
+
+def _checkpoint(view: View) -> Iterator[Text]:
+    saved = view.checkpoint
+    if saved is None:
+        return
+    parts = [
+        f"step {saved.step:,}",
+        age(saved.age_s) if saved.age_s is not None else "",
+        size(saved.bytes) if saved.bytes is not None else "",
+        f"written in {brief(saved.write_s)}" if saved.write_s is not None else "",
+        f"stall {brief(saved.stall_s)}" if saved.stall_s is not None else "",
+    ]
+    yield Text(f"{'checkpoint':<{LABEL}} " + ", ".join(part for part in parts if part))
+
+
+def _phases(view: View, width: int) -> Iterator[Text]:
+    whole = sum(view.phases_s.values())
+    if not whole:
+        return
+    words = [f"{clean(name)} {spent / whole:.0%}" for name, spent in view.phases_s.items() if spent >= 0.005 * whole]
+    label = f"{'time of a step':<{LABEL}} "
+    text = Text(f"{label}{1e3 * whole:.3g} ms: ")
+    for index, word in enumerate(words):
+        if len(text.plain) + len(word) + 2 > width:
+            yield text
+            text = Text(" " * len(label))
+        text.append(word, COLOURS[index % len(COLOURS)]).append("  ")
+    yield text
+
+
+def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
+    """Busy and waiting of each rank; the slowest first where not all have a line."""
+    if not view.ranks:
+        return
+    number_of = max(view.num_ranks or 0, len(view.ranks))
+    shown: Sequence[Rank] = view.ranks
+    if number_of > room - 1 or len(view.ranks) < number_of:
+        shown = sorted(view.ranks, key=lambda rank: -rank.excess)[: room - 1]
+    longest = max(rank.busy_s + rank.wait_s for rank in shown) or 1e-9
+    host = min(max(4, *(len(rank.host) for rank in shown)), 24)
+    bar = max(8, width - host - 34)
+    title = f"{'rank':>5} {'host':<{host}} {'busy ms':>8} {'wait ms':>8} {'excess':>7}"
+    which = f"  the {len(shown)} slowest of {number_of}" if len(shown) < number_of else ""
+    yield Text(title + which + (f"  up to step {view.ranks_step:,}" if view.ranks_step else ""), style="dim")
+    for rank in shown:
+        busy = round(bar * rank.busy_s / longest)
+        wait = round(bar * (rank.busy_s + rank.wait_s) / longest) - busy
+        line = Text(f"{rank.rank:>5} {clean(rank.host):<{host}.{host}} ")
+        line.append(f"{1e3 * rank.busy_s:>8.1f} {1e3 * rank.wait_s:>8.1f} {rank.excess:>+7.0%} ")
+        yield line.append(glyphs.busy * busy, "green").append(glyphs.wait * wait, "dim")
+
+
+def _foot(view: View, width: int) -> Iterator[Text]:
+    """What the monitor says, and the last warnings; at most two lines each."""
+    for verdict in view.verdicts[:4]:
+        yield from _wrapped(clean(verdict), width, "bold yellow")
+    if view.ranks and not view.verdicts and view.state.word is Word.RUNNING:
+        yield Text("nothing stands out", style="dim")
+    said = {*view.verdicts, view.state.why}
+    for warned in [warned for warned in view.warnings if warned.text not in said][-3:]:
+        place = f"attempt {warned.attempt}" + (f", step {warned.step:,}" if warned.step is not None else "")
+        yield from _wrapped(f"{age(max(0.0, view.time - warned.time))}, {place}: {clean(warned.text)}", width, "red")
+
+
+def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
+    lines = textwrap.wrap(text, width, subsequent_indent="  ")
+    for line in itertools.islice(lines, 2):
+        yield Text(line, style=style)
