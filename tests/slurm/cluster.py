@@ -36,6 +36,8 @@ AuthType=auth/munge
 CredType=cred/munge
 # A requeued job may start once the credential of its last start has expired.
 AuthInfo=socket={folder}/munge.sock,cred_expire=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -56,9 +58,11 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdLogFile={folder}/slurmd.%n.log
 # One folder a node, or srun --mpi=pmix fails.
 TmpFS={folder}/tmpfs.%n
-NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=4 RealMemory=4000 Gres=gpu:2
-NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=4 RealMemory=4000 Gres=gpu:2
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=8 RealMemory=8000 Gres=gpu:2
+NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=8 RealMemory=8000 Gres=gpu:2
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2
+# Jobs here make room for those in debug, and have some seconds to save.
+PartitionName=scavenge Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime=30
 """
 
 

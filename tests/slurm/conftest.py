@@ -6,6 +6,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,32 +87,91 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def training(digits: Path, sleep_s: float = 0.0, **keys: Any) -> dict[str, Any]:
+    """Keys of the run file of a short training run; some go to its task, see programs/slow_digits.py."""
+    names = ("fault", "rank", "at", "once", "slow_attempts")
+    args = {"data": str(digits), "sleep_s": sleep_s, **{name: keys.pop(name) for name in names if name in keys}}
+    keys.setdefault("train", {"steps": STEPS, "global_batch": 64, "eval_every_epochs": None})
+    keys.setdefault("reduce", {"kind": "mpi"})
+    keys.setdefault("checkpoint", {"every_steps": 8})
+    return {"task": TASK, "task_args": args, **keys}
+
+
 @pytest.fixture
 def train(new_run: Callable[..., Run], digits: Path) -> Callable[..., Run]:
     """``train(sleep_s, fault=..., slurm=..., ...)`` writes the run file of a short training run."""
+    return lambda sleep_s=0.0, **keys: new_run(**training(digits, sleep_s, **keys))
 
-    def make(sleep_s: float = 0.0, **keys: Any) -> Run:
-        names = ("fault", "rank", "at", "once")
-        args = {"data": str(digits), "sleep_s": sleep_s, **{name: keys.pop(name) for name in names if name in keys}}
-        keys.setdefault("train", {"steps": STEPS, "global_batch": 64, "eval_every_epochs": None})
-        keys.setdefault("reduce", {"kind": "mpi"})
-        keys.setdefault("checkpoint", {"every_steps": 8})
-        return new_run(task=TASK, task_args=args, **keys)
 
-    return make
+@dataclass(frozen=True)
+class SideRun:
+    """A run beside the tests, submitted before the first of them: it mostly sleeps."""
+
+    run: Run
+    job: str
+
+    def end(self) -> Run:
+        """The run, once it has ended."""
+        self.run.wait(self.job, "COMPLETED", "FAILED", timeout=240)
+        return self.run
 
 
 @pytest.fixture(scope="session")
-def reference() -> dict[str, str]:
-    """Under "hash" the weights of the run that nothing disturbed, once one has ended."""
-    return {}
+def side_run(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SideRun]]:
+    """``side_run(**keys)`` submits a run; ``side_run.all`` are those that were."""
+    folder = tmp_path_factory.mktemp("side")
+    made: list[SideRun] = []
+
+    def submit(**keys: object) -> SideRun:
+        run = Run.write(cluster, folder / f"marker-{uuid.uuid4().hex[:12]}", **keys)
+        made.append(SideRun(run, run.submit()))
+        return made[-1]
+
+    submit.all = made  # type: ignore[attr-defined]
+    yield submit
+    for side in made:
+        slurm.until(lambda side=side: not cluster.processes(side.run.marker), 20)
+
+
+@pytest.fixture(scope="session")
+def undisturbed_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
+    """The run whose weights all others have to end with."""
+    return side_run(**training(digits, launch={"launcher": "srun"}))
+
+
+@pytest.fixture(scope="session")
+def signalled_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
+    """A run that is longer than two time limits.
+
+    Slurm looks at its clock every 30 s, so the signal comes 22 to 52 s after a start. The steps take 106 s.
+    """
+    keys = {"track": {"every_steps": 1}, "checkpoint": {"interval": "none"}, "slurm": {"time": "1", "signal_s": 8}}
+    return side_run(**training(digits, 2.2, slow_attempts=2, **keys))
+
+
+@pytest.fixture(scope="session")
+def unsignalled_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
+    """A run whose job is ended 60 to 90 s after its start, and was told nothing before."""
+    limit = {"time": "1", "skip": ["--signal"]}
+    return side_run(**training(digits, 1.9, checkpoint={"every_steps": 4}, slurm=limit))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _side_runs_come_first(request: pytest.FixtureRequest) -> None:
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    for name in ("undisturbed_run", "signalled_run", "unsignalled_run"):
+        if name in wanted:
+            request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_run: SideRun) -> str:
+    """Hash of the weights that nothing disturbed."""
+    return undisturbed_run.end().weights()
 
 
 @pytest.fixture
-def undisturbed(train: Callable[..., Run], reference: dict[str, str]) -> str:
-    """Hash of the weights that nothing disturbed."""
-    if not reference:
-        run = train()
-        run.wait(run.submit(), "COMPLETED")
-        reference["hash"] = run.weights()
-    return reference["hash"]
+def alone(side_run: Callable[..., SideRun]) -> None:
+    """For tests that take a node away, or its memory: no side run is left."""
+    for side in side_run.all:  # type: ignore[attr-defined]
+        side.end()

@@ -5,47 +5,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import SideRun
 from tests.slurm.run import STEPS, Run
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_digits_on_two_nodes(train: Callable[..., Run], reference: dict[str, str], launcher: str) -> None:
-    run = train(launch={"launcher": launcher})
-    job = run.submit()
-    run.wait(job, "COMPLETED")
+def assert_trained_on_two_nodes(run: Run) -> None:
+    """All steps on 4 ranks of 2 hosts; status says so."""
     status = run.status()
-    assert (status["state"], status["progress"]["step"]) == ("COMPLETED", STEPS)
+    assert (status["state"], status["progress"]["step"]) == ("COMPLETED", STEPS), run.log()
     started = run.events("run_started")[0]
     assert (started["ranks"], started["hosts"]) == (4, ["n1", "n2"])
-    assert reference.setdefault("hash", run.weights()) == run.weights()
 
 
-def test_time_limit_ends_with_the_same_weights(train: Callable[..., Run], undisturbed: str) -> None:
-    seconds_per_step = 0.5  # so that all steps take longer than the 18 s before the first signal
-    run = train(
-        seconds_per_step, slurm={"time": "1", "signal_s": 42}, track={"every_steps": 1}, checkpoint={"interval": "none"}
-    )
-    job = run.submit()
-    run.wait(job, "COMPLETED", "FAILED", timeout=180)
-    assert run.verdicts()[-1] == "done", run.log()
-    assert set(run.verdicts()[:-1]) == {"requeue"}
-    assert run.computed() == list(range(1, STEPS + 1)), "each step is computed once"
+def test_digits_on_two_nodes_with_srun(undisturbed_run: SideRun) -> None:
+    run = undisturbed_run.end()
+    assert_trained_on_two_nodes(run)
+    assert "with srun --mpi=pmix" in run.log()
+
+
+def test_digits_on_two_nodes_with_mpirun(train: Callable[..., Run], undisturbed: str) -> None:
+    run = train(launch={"launcher": "mpirun"})
+    run.wait(run.submit(), "COMPLETED", "FAILED")
+    assert_trained_on_two_nodes(run)
     assert run.weights() == undisturbed
-    assert [event["by"] for event in run.events("stop_requested")] == ["signal SIGUSR1"] * (len(run.verdicts()) - 1)
+    # The same run, when the queue has forgotten its job:
+    (run.folder / "jobs.jsonl").write_text('{"job": "999999", "time": 0, "cwd": "/", "chain": 0}\n')
+    status = run.status()
+    assert status["state"] == "UNKNOWN"
+    assert status["progress"]["ended"].startswith("done after step")
 
 
-def test_requeue_in_the_middle_resumes(train: Callable[..., Run], undisturbed: str) -> None:
-    run = train(0.2, track={"every_steps": 1})
+def test_preempted_and_requeued_by_hand_it_goes_on(train: Callable[..., Run], undisturbed: str) -> None:
+    big = "5G"  # of the 8 that a node has: two such jobs do not fit, beside anything else
+    run = train(0.5, slow_attempts=2, track={"every_steps": 1}, slurm={"partition": "scavenge", "memory": big})
     job = run.submit()
-    run.wait_for(lambda: run.events("checkpoint_saved"))
+    run.wait_for(lambda: run.events("train"))
+    other = run.cluster.run("sbatch", "--parsable", "--output=/dev/null", "--nodes=2", f"--mem={big}", "--wrap=true")
+    run.wait(job, "PENDING", timeout=60)
+    run.wait(other.stdout.strip(), "COMPLETED", timeout=60)
+    assert run.events("stop_requested")[0]["by"] == "signal SIGTERM"
+    saved = run.dir.newest_checkpoint_step()
+    assert run.computed()[-1] == saved, "no step is computed twice"
+    run.wait_for(lambda: len(run.dir.attempts()) == 2 and run.events("checkpoint_saved")[-1]["step"] > saved)
     run.cluster.run("scontrol", "requeue", job)
     run.wait(job, "PENDING")
-    run.wait(job, "COMPLETED", timeout=90)
-    assert run.verdicts()[-1] == "done"
-    assert run.events("resumed")
+    run.wait(job, "COMPLETED", "FAILED", timeout=90)
+    assert run.verdicts() == ["requeue", "requeue", "done"], run.log()
+    assert run.events("resumed")[0]["step"] == saved
     assert run.weights() == undisturbed
 
 
@@ -63,7 +70,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(
 
 
 def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
-    run = train(0.2)
+    run = train(1.0, track={"every_steps": 1})
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
     run.hpctrain("cancel", run.folder)
@@ -74,7 +81,7 @@ def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
 
 
 def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: str) -> None:
-    run = train(0.2)
+    run = train(1.0, track={"every_steps": 1})
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
     run.hpctrain("stop", run.folder)
@@ -96,3 +103,18 @@ def test_data_is_staged_to_every_node(
     assert run.weights() == undisturbed
     for node in ("n1", "n2"):
         assert "train.h5" in cluster.in_node(node, "find", scratch / f"hpctrain-{job}", "-name", "*.h5").stdout
+
+
+def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturbed: str) -> None:
+    run = signalled_run.end()
+    assert run.verdicts() == ["requeue", "requeue", "done"], run.log()
+    assert run.computed() == list(range(1, STEPS + 1)), "each step is computed once"
+    assert run.weights() == undisturbed
+    assert [event["by"] for event in run.events("stop_requested")] == ["signal SIGUSR1"] * 2
+
+
+def test_time_limit_without_a_signal_resumes(unsignalled_run: SideRun, undisturbed: str) -> None:
+    run = unsignalled_run.end()
+    assert run.verdicts() == ["requeue", "done"], run.log()
+    assert run.events("resumed")
+    assert run.weights() == undisturbed

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.run_dir import current_attempt
 from hpctrain.task import TorchTask
 from hpctrain.tasks import torch_digits
 
@@ -70,14 +71,25 @@ def leave() -> None:
 FAULTS = {"exit": exit_early, "hang": hang, "kill": kill, "eat": eat, "fail": fail, "leave": leave}
 
 
-def task(data: str, sleep_s: float = 0.0, fault: str = "", rank: int = 1, at: int = 20, once: str = "") -> TorchTask:
-    """``fault`` happens on ``rank`` in its forward pass number ``at``; only once where ``once`` names a file."""
+def task(
+    data: str,
+    sleep_s: float = 0.0,
+    slow_attempts: int = 1,
+    fault: str = "",
+    rank: int = 1,
+    at: int = 20,
+    once: str = "",
+) -> TorchTask:
+    """The digits; steps take ``sleep_s`` longer in the first ``slow_attempts`` attempts.
+
+    ``fault`` happens on ``rank`` in its forward pass number ``at``; only once where ``once`` names a file.
+    """
     if fault and once and int(os.environ.get("PMIX_RANK", "-1")) == rank:
         if Path(once).exists():
             fault = ""
         Path(once).touch()
     made = torch_digits.task(data)
-    slow = Slow(made.model, sleep_s, fault, rank, at)
+    slow = Slow(made.model, sleep_s if current_attempt() <= slow_attempts else 0.0, fault, rank, at)
     return TorchTask(
         model=slow,
         loss=made.loss,
