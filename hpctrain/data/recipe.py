@@ -36,7 +36,8 @@ def describe(dataset: Dataset, arrays: dict[str, NDArray[Any]]) -> Recipe:
         return {"parts": [describe(part, arrays) for part in dataset.parts]}
     if isinstance(dataset, CalledDataset):
         return {"function": refer(dataset.function, "the data"), "fields": dataset.names, "cache": dataset.cache_bytes}
-    raise refusal(f"the data is an object of {type(dataset).__name__}, and no function is known that makes it")
+    kind = type(getattr(dataset, "source", dataset)).__name__  # of a torch Dataset, not of what is around it
+    raise refusal(f"the data is an object of {kind}, and no function is known that makes it")
 
 
 def follow(recipe: Mapping[str, Any], arrays: Samples) -> Dataset:
