@@ -164,9 +164,9 @@ def _curve(line: Line, width: int, glyphs: Glyphs) -> Text:
     text = Text(f"{name:<{LABEL}.{LABEL}} ").append(f"{value:>10}", "" if line.value is not None else "bold red")
     room = min(SPARK, width - LABEL - 36)
     if room > 4 and line.history:
-        text.append("  ").append(f"{sparkline(line.history, room, glyphs):<{room}}", "cyan")
-        low, high = min(line.history), max(line.history)
-        text.append(f"  {number(low)} to {number(high)}" if low != high else "", "dim")
+        curve, low, high = sparkline(line.history, room, glyphs), min(line.history), max(line.history)
+        text.append("  ").append(curve, "cyan")
+        text.append(f"{'':{room - len(curve)}}  {number(low)} to {number(high)}" if low != high else "", "dim")
     return text
 
 

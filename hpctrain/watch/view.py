@@ -149,7 +149,7 @@ def make(found: Found, now: float, is_behind: bool = False) -> View:
         epochs=(found.config.get("train") or {}).get("epochs"),
         steps_per_s=digest.steps_per_s,
         samples_per_s=train.get("samples_per_s"),
-        end_in_s=_end_in(digest, age) if runs else None,
+        end_in_s=_end_in(digest, age) if runs and digest.attempt == attempt else None,
         limit_in_s=_limit_in(found.job, found.job_age_s) if runs else None,
         silent_s=max(0.0, now - digest.last_time) if digest.last_time is not None else None,
         lines=tuple(_lines(digest)),

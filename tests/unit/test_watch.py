@@ -117,7 +117,8 @@ def test_the_view_of_a_running_run() -> None:
     for part in (
         "wave  running  attempt 1  2 ranks on 2 hosts  torch  reducer mpi  job 12",
         "step 50/100", "50%", "epoch 2/4", "1 steps/s  64 samples/s", "time limit in 20.0 s",
-        "validation accuracy", "0.75", "learning rate", "step 40, 1 min 00 s ago, 5.0 MiB, written in 1.5 s, stall 2 ms",
+        "validation accuracy", "0.75", "learning rate",
+        "step 40, 1 min 00 s ago, 5.0 MiB, written in 1.5 s, stall 2 ms",
         "500 ms: forward 100%", "nothing stands out",
     ):  # fmt: skip
         assert part in shown, f"{part}\n{shown}"
