@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 OUT_OF_MEMORY = "was killed by the kernel: out of memory"
@@ -44,6 +44,7 @@ OPEN_MPI_IMPROPER = re.compile(
 OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(\d+)")
 HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
+GAVE_UP = "Timed out waiting for job step to complete"
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
     r"NODE.?FAIL|[Nn]ode failure|has\s+lost\s+communication\s+with"
@@ -86,6 +87,12 @@ def not_started(text: str) -> tuple[list[int], str]:
     """Ranks that Slurm could not start, and its word for why, which is seldom the cause."""
     found = NOT_STARTED.findall(text)
     return sorted({int(rank) for rank, _ in found}), found[0][1].strip() if found else ""
+
+
+def silent(text: str, ranks: Iterable[int]) -> list[int]:
+    """Ranks whose end srun had not heard of when it gave up waiting: their node, or Slurm's daemon on it, is gone."""
+    heard = {rank for _, tasks, _ in SRUN.findall(text) for rank in expand(tasks)}
+    return [rank for rank in ranks if rank not in heard] if GAVE_UP in text else []
 
 
 def expand(tasks: str) -> list[int]:

@@ -82,13 +82,16 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:
 def missing_ranks(
     words: Sequence[LastWord], ranks: int, text: str, log: Path, hosts: Mapping[int, str]
 ) -> Verdict | None:
-    """Why ranks left not even a first word, if some did not: from the launcher's text, which stands in ``log``.
+    """What befell ranks that could not tell: a node, or no start at all; from the launcher's text, kept in ``log``.
 
     ``hosts`` are those of ranks, as far as they are known beforehand.
     """
     if launchers.lost_a_node(text):
         what = f"a node was lost: {last_line(text)}"
         return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause=NODE)
+    untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+    if silent := launchers.silent(text, untold):
+        return _lost(silent, untold[silent[0]])
     unstarted, why = launchers.not_started(text)
     if unstarted:
         return _unstarted(unstarted, why, hosts)
@@ -100,6 +103,14 @@ def missing_ranks(
     told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nobody says'}"
     return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, f"see {log}", dead.rank if dead else None, cause="vanished")
+
+
+def _lost(ranks: Sequence[int], host: str) -> Verdict:
+    """Slurm has lost these ranks, the first of them on this host."""
+    several = f"ranks {', '.join(map(str, ranks[:8]))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    what = f"{host} was lost, or Slurm's daemon on it: nothing was heard of {several} any more"
+    fix = f"if it comes again, leave the host out (--exclude {host})"
+    return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, ranks[0], host, NODE)
 
 
 def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> Verdict:

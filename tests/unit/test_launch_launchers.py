@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.launch.launchers import Death, deaths, expand, lost_a_node, not_started
+from hpctrain.launch.launchers import Death, deaths, expand, lost_a_node, not_started, silent
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -86,6 +86,15 @@ def test_ranks_that_srun_could_not_start():
     )
     assert not_started(text) == ([2, 3], "Unspecified error")
     assert not_started("srun: error: n1: task 0: Killed\n") == ([], "")
+
+
+def test_ranks_of_a_node_that_srun_lost():
+    text = (
+        "srun: Job step aborted: Waiting up to 10 seconds for job step to finish.\n"
+        "srun: error: n1: tasks 0-1: Exited with exit code 14\n"
+    )
+    assert silent(text, range(4)) == []
+    assert silent(text + "srun: error: Timed out waiting for job step to complete\n", range(4)) == [2, 3]
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True).map(sorted))

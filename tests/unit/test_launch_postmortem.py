@@ -43,6 +43,15 @@ def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
     assert verdict.reason == f"rank 2 could not be started{where}: Slurm says 'Unspecified error'"
 
 
+def test_a_lost_node_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> None:
+    text = "srun: error: n1: tasks 0-1: Killed\nsrun: error: Timed out waiting for job step to complete\n"
+    words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    verdict = missing_ranks(words, 4, text, tmp_path / "log", {})
+    assert verdict is not None
+    assert (verdict.rank, verdict.host, verdict.cause) == (2, "n2", NODE)
+    assert "n2 was lost" in verdict.reason and "ranks 2, 3" in verdict.reason
+
+
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()

@@ -27,7 +27,11 @@ JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
     ("fields", "expected"),
     [
         ({"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None"}, Who.NOBODY),
-        ({"JobState": "RUNNING", "PreemptTime": "2026-11-21T05:00:00"}, Who.SCHEDULER),
+        (
+            {"JobState": "RUNNING", "StartTime": "2026-11-21T04:00:00", "PreemptTime": "2026-11-21T05:00:00"},
+            Who.SCHEDULER,
+        ),
+        ({"JobState": "RUNNING", "StartTime": "2026-11-21T05:10:00", "PreemptTime": "2026-11-21T05:00:00"}, Who.NOBODY),
         ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, Who.SCHEDULER),
         ({"JobState": "COMPLETING", "Reason": "NodeFail"}, Who.SCHEDULER),
         ({"JobState": "COMPLETING", "Reason": "None"}, Who.PERSON),

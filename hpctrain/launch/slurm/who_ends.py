@@ -35,7 +35,9 @@ def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
         return Who.REQUEUE
     if state in GOING_ON:
         # Preemption with a grace time: the job runs on until that is over, and only the ranks get SIGTERM.
-        return Who.SCHEDULER if fields.get("PreemptTime", "None") != "None" else Who.NOBODY
+        preempted = fields.get("PreemptTime", "None")
+        since_start = preempted >= fields.get("StartTime", "")
+        return Who.SCHEDULER if preempted != "None" and since_start else Who.NOBODY
     # A job whose processes still end is COMPLETING, whatever ends it; of a cancelled one the reason is None.
     if state in ("COMPLETING", "TIMEOUT", "NODE_FAIL") and fields.get("Reason") in NOBODYS_WISH:
         return Who.SCHEDULER
