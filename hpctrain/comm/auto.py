@@ -17,7 +17,7 @@ from hpctrain.comm.group import Group
 from hpctrain.config import ReduceConfig
 from hpctrain.errors import UserError
 
-Way = Literal["node", "flat", "overlap"]
+Way = Literal["node", "ring", "flat", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Candidate:
 
     kind: Literal["none", "mpi", "horovod"]
     way: Way = "flat"
-    """node: through shared memory; flat: one message after backward; overlap: buckets during backward."""
+    """node: through shared memory; ring: the same, and between nodes by a ring of our own; flat: one message after
+    backward; overlap: buckets during backward."""
     compression: Literal["none", "fp16", "bf16"] = "none"
 
     @property
@@ -50,9 +51,9 @@ EVERY_CANDIDATE = (
     *(
         Candidate(kind, way, compression)
         for kind in ("mpi", "horovod")
-        for way in ("node", "flat", "overlap")
+        for way in ("node", "ring", "flat", "overlap")
         for compression in ("none", "fp16", "bf16")
-        if (kind, way) != ("horovod", "node") and (way != "node" or compression == "none")
+        if (way not in ("node", "ring") or (kind, compression) == ("mpi", "none"))
         and (kind, way, compression) not in {("mpi", "overlap", "fp16"), ("mpi", "overlap", "bf16")}
         and (kind, compression) != ("horovod", "bf16")
     ),
@@ -113,6 +114,7 @@ def _every_way(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     horovod = around.horovod and config.compression != "bf16"
     ways = [
         (Candidate("mpi", "node"), waits and around.shared_memory),
+        (Candidate("mpi", "ring"), waits and around.nodes > 1),
         (Candidate("mpi", "flat"), waits and (around.nodes > 1 or not around.shared_memory)),
         (Candidate("mpi", "overlap"), overlaps and around.nodes > 1),
         (Candidate("horovod", "overlap"), overlaps and horovod),

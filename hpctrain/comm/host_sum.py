@@ -38,7 +38,7 @@ class FlatSum:
     """One Allreduce after everything is ready."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
-        self.comm = _duplicate(group)
+        self.comm = duplicate(group)
         self.buffer = np.zeros(length, dtype)
 
     def start(self, begin: int, end: int) -> None:
@@ -60,7 +60,7 @@ class OverlappedSum:
     """A nonblocking Allreduce for each part as soon as it is ready; each call also moves the earlier ones on."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
-        self.comm = _duplicate(group)
+        self.comm = duplicate(group)
         self.buffer = np.zeros(length, dtype)
         self.requests: list[MPI.Request] = []
 
@@ -91,7 +91,7 @@ class CompressedSum:
     """
 
     def __init__(self, group: Group, length: int, extra: int, codec: Codec) -> None:
-        self.comm = _duplicate(group)
+        self.comm = duplicate(group)
         self.codec = codec
         self.buffer = np.zeros(length, np.float32)
         self.values = self.buffer[: length - extra]
@@ -132,7 +132,7 @@ class CompressedSum:
         self.comm.Free()
 
 
-def _duplicate(group: Group) -> MPI.Comm:
+def duplicate(group: Group) -> MPI.Comm:
     """A communicator of its own: nothing that others send can be mistaken for a gradient."""
     if group.comm is None:
         raise ValueError("a group of one has nothing to sum")

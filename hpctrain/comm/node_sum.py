@@ -3,7 +3,7 @@
 The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice
 of all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at
 the speed of memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up
-their slices by MPI in between.
+their slices in between: by MPI's Allreduce or by a ring of our own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.buckets import slices
 from hpctrain.comm.group import Group
+from hpctrain.comm.ring_sum import Ring
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,7 +33,13 @@ class NodeSum:
     """Sums a flat buffer over the ranks of a group; see ``open_node_sum``."""
 
     def __init__(
-        self, node: MPI.Comm, peers: MPI.Comm | None, memory: mmap.mmap, parts: Sequence[NDArray[Any]], mine: int
+        self,
+        node: MPI.Comm,
+        peers: MPI.Comm | None,
+        memory: mmap.mmap,
+        parts: Sequence[NDArray[Any]],
+        mine: int,
+        ring: bool = False,
     ) -> None:
         self.node = node
         self.peers = peers
@@ -41,6 +48,7 @@ class NodeSum:
         self.slice = slices(len(parts[0]), len(parts))[mine]
         self.buffer = parts[mine]
         """This rank's values, then the sums; in shared memory."""
+        self.ring = Ring(peers, parts[0][self.slice]) if peers and ring else None
 
     def start(self, begin: int, end: int) -> None:
         """Nothing travels before ``finish``: while others compute, a copy would only slow them."""
@@ -50,14 +58,20 @@ class NodeSum:
         meet(self.node)
         if self.peers:
             self._sum_slice(write_back=False)
-            from mpi4py import MPI
-
-            self.peers.Allreduce(MPI.IN_PLACE, self.parts[0][self.slice])
+            self._sum_between_nodes()
             for part in self.parts[1:]:
                 part[self.slice] = self.parts[0][self.slice]
         else:
             self._sum_slice(write_back=True)
         meet(self.node)
+
+    def _sum_between_nodes(self) -> None:
+        if self.ring:
+            self.ring.run()
+        elif self.peers:
+            from mpi4py import MPI
+
+            self.peers.Allreduce(MPI.IN_PLACE, self.parts[0][self.slice])
 
     def _sum_slice(self, write_back: bool) -> None:
         for begin in range(self.slice.start, self.slice.stop, CHUNK):
@@ -90,7 +104,7 @@ def add_pairwise(terms: Sequence[NDArray[Any]]) -> None:
         stride *= 2
 
 
-def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32) -> NodeSum | None:
+def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False) -> NodeSum | None:
     """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be.
 
     It cannot where no two ranks share a node, where nodes hold different numbers of ranks, or where shared memory is
@@ -113,7 +127,7 @@ def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32) -> N
         return None
     parts = [np.frombuffer(memory, dtype, length, offset=part * bytes_each) for part in range(size)]
     peers = group.comm.Split(color=rank, key=group.rank) if group.size > size else None
-    return NodeSum(node, peers, memory, parts, rank)
+    return NodeSum(node, peers, memory, parts, rank, ring)
 
 
 def _share(node: Group, bytes_each: int, rank: int) -> mmap.mmap | None:

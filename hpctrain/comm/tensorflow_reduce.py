@@ -18,6 +18,7 @@ from hpctrain.comm.compression import CODECS, Codec
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum
 from hpctrain.comm.node_sum import FOLDER, open_node_sum
+from hpctrain.comm.ring_sum import RingSum
 from hpctrain.comm.tensorflow_flat import ROW, FlatGradients
 from hpctrain.comm.totals import SLOTS
 from hpctrain.comm.world import World
@@ -126,8 +127,9 @@ def host_sum(candidate: Candidate, group: Group, length: int) -> HostSum:
     if candidate.compression != "none":
         codec: Codec = FastFloat16() if candidate.compression == "fp16" else CODECS[candidate.compression]
         return CompressedSum(group, length, SLOTS, codec)
-    shared = open_node_sum(group, length) if candidate.way == "node" else None
-    return shared or FlatSum(group, length)
+    ring = candidate.way == "ring"
+    shared = open_node_sum(group, length, ring=ring) if ring or candidate.way == "node" else None
+    return shared or (RingSum(group, length) if ring else FlatSum(group, length))
 
 
 def measured_reducer(

@@ -14,6 +14,7 @@ from hpctrain.comm.buckets import Layout
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum, OverlappedSum
 from hpctrain.comm.node_sum import open_node_sum
+from hpctrain.comm.ring_sum import RingSum
 
 
 class TensorSum(Protocol):
@@ -112,5 +113,8 @@ def _host_sum(candidate: Candidate, group: Group, layout: Layout, dtype: np.dtyp
         return candidate, CompressedSum(group, layout.length, extra, CODECS[candidate.compression])
     if candidate.way == "overlap":
         return candidate, OverlappedSum(group, layout.length, dtype)
-    shared = open_node_sum(group, layout.length, dtype) if candidate.way == "node" else None
-    return (candidate, shared) if shared else (Candidate("mpi", "flat"), FlatSum(group, layout.length, dtype))
+    ring = candidate.way == "ring"
+    shared = open_node_sum(group, layout.length, dtype, ring) if ring or candidate.way == "node" else None
+    if shared or ring:
+        return candidate, shared or RingSum(group, layout.length, dtype)
+    return Candidate("mpi", "flat"), FlatSum(group, layout.length, dtype)

@@ -39,7 +39,7 @@ def test_every_candidate_has_a_name(kind: str, compression: str, overlap: str, a
 
 def test_auto_measures_what_can_win() -> None:
     assert names(ReduceConfig(), NODE) == ["mpi-node", "horovod-overlap", "horovod-flat"]
-    assert names(ReduceConfig(), CLUSTER) == ["mpi-flat", "mpi-overlap", "horovod-overlap", "horovod-flat"]
+    assert names(ReduceConfig(), CLUSTER) == ["mpi-ring", "mpi-flat", "mpi-overlap", "horovod-overlap", "horovod-flat"]
     assert "mpi-flat-fp16" in names(ReduceConfig(compression="auto"), CLUSTER)
 
 

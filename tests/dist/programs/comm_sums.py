@@ -11,6 +11,7 @@ from hpctrain.comm.compression import CODECS
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum, OverlappedSum
 from hpctrain.comm.node_sum import open_node_sum
+from hpctrain.comm.ring_sum import RingSum
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 
@@ -86,11 +87,12 @@ def across_nodes(world: World) -> None:
         return Group("data", Nodes(world.data.comm.Dup()))
 
     for length in (EXTRA, 1000, 100_003):
-        shared = open_node_sum(group_of(2), length)
-        assert shared is not None
-        assert shared.peers is not None
-        assert len(shared.parts) == 2
-        check(world, shared, length)
+        for ring in (False, True):
+            shared = open_node_sum(group_of(2), length, ring=ring)
+            assert shared is not None
+            assert shared.peers is not None
+            assert len(shared.parts) == 2
+            check(world, shared, length)
     assert open_node_sum(group_of(3), 100) is None
 
 
@@ -102,6 +104,7 @@ def main() -> None:
         for length in (EXTRA, 1000, 100_003):
             check(world, FlatSum(world.data, length), length)
             check(world, OverlappedSum(world.data, length), length)
+            check(world, RingSum(world.data, length), length)
             check(world, CompressedSum(world.data, length, EXTRA, CODECS["fp16"]), length, exact=False)
             shared = open_node_sum(world.data, length)
             assert shared is not None
