@@ -11,6 +11,7 @@ import pytest
 
 from hpctrain.run_dir import RunDir
 from tests.support.command import (
+    PROJECT,
     events,
     hpctrain,
     last_words,
@@ -31,15 +32,42 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [process for process in processes_of(pid) if "train" in process.cmdline()]
 
 
-def test_weights_are_the_same_bits_with_and_without(tmp_path: Path) -> None:
-    hashes = set()
+NOTE_COLLECTIVES = """
+import os
+from hpctrain.comm import group, host_sum, node_sum
+
+def noting(owner, name):
+    call = getattr(owner, name)
+    def noted(*args, **keys):
+        with open(os.path.join(os.environ["NOTES"], str(os.getpid())), "a") as notes:
+            print(owner.__name__, name, file=notes)
+        return call(*args, **keys)
+    setattr(owner, name, noted)
+
+for name in ("barrier", "allgather", "broadcast", "sum", "broadcast_array", "begin_min"):
+    noting(group.Group, name)
+for owner in (host_sum.FlatSum, node_sum.NodeSum):
+    noting(owner, "finish")
+"""
+"""A sitecustomize.py that notes each collective call of a process."""
+
+
+def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOTE_COLLECTIVES)
+    hashes, calls = set(), set()
     for enabled in (True, False):
         folder = tmp_path / str(enabled)
-        folder.mkdir()
-        hpctrain("run", "-n", 2, misbehaving_run(folder, monitor={**MONITOR, "enabled": enabled}))
+        notes = folder / "notes"
+        notes.mkdir(parents=True)
+        environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT}", "NOTES": str(notes)}
+        run = misbehaving_run(folder, monitor={**MONITOR, "enabled": enabled})
+        hpctrain("run", "-n", 2, run, env=environment)
         hashes |= {word["weights_hash"] for word in last_words(folder / "run")}
+        calls |= {note.read_text().partition("NodeSum finish")[2] for note in notes.iterdir()}
         assert (folder / "run" / "monitor" / "live.json").exists() == enabled
     assert len(hashes) == 1
+    [after_first_exchange] = calls  # the same in the same order on every rank; at the start its agents meet
+    assert after_first_exchange.count("NodeSum finish") == 11, "one exchange a step"
 
 
 def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:
