@@ -39,8 +39,8 @@ class Conv(nn.Sequential):
 
 
 def gpt() -> tuple[nn.Module, Tensor, Tensor]:
-    """Six blocks of width 256: 4.9 M parameters, 5 sequences of 64 tokens."""
-    tokens = torch.randint(256, (5, 65))
+    """Six blocks of width 256: 4.9 M parameters, 4 sequences of 64 tokens."""
+    tokens = torch.randint(256, (4, 65))
     return GPT(256, 256, 6, 4, 64), tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
 
 
