@@ -98,7 +98,7 @@ def brief(seconds: float) -> str:
 
 
 def _head(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
-    first = Text(clean(view.run), style="bold")
+    first = Text().append(clean(view.run), "bold")
     first.append("  ").append(view.state.word.value, STATE_COLOURS.get(view.state.word, "bold yellow"))
     ranks = f"{view.num_ranks} rank{'' if view.num_ranks == 1 else 's'}" if view.num_ranks else ""
     hosts = f" on {view.num_hosts} host{'' if view.num_hosts == 1 else 's'}" if ranks and view.num_hosts else ""
