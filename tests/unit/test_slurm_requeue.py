@@ -29,11 +29,11 @@ JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
         ({"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None"}, Who.NOBODY),
         (
             {"JobState": "RUNNING", "StartTime": "2026-11-21T04:00:00", "PreemptTime": "2026-11-21T05:00:00"},
-            Who.SCHEDULER,
+            Who.PREEMPTION,
         ),
         ({"JobState": "RUNNING", "StartTime": "2026-11-21T05:10:00", "PreemptTime": "2026-11-21T05:00:00"}, Who.NOBODY),
-        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, Who.SCHEDULER),
-        ({"JobState": "COMPLETING", "Reason": "NodeFail"}, Who.SCHEDULER),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, Who.LIMIT),
+        ({"JobState": "COMPLETING", "Reason": "NodeFail"}, Who.LIMIT),
         ({"JobState": "COMPLETING", "Reason": "None"}, Who.PERSON),
         ({"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "2026-11-21T05:00:00"}, Who.PERSON),
         ({"JobState": "CANCELLED", "Reason": "None"}, Who.PERSON),
@@ -66,9 +66,12 @@ KILLED = Verdict(Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 w
         (Who.REQUEUE, KILLED, None, Action.REQUEUE),
         (Who.REQUEUE, Verdict(Action.DONE, ExitCode.DONE, "done"), None, Action.DONE),
         (Who.REQUEUE, Verdict(Action.FAIL, ExitCode.USER_ERROR, "no such file"), None, Action.FAIL),
-        (Who.SCHEDULER, STOPPED, None, Action.REQUEUE),
-        (Who.SCHEDULER, STOPPED, "ann@login", Action.STOP),
-        (Who.SCHEDULER, KILLED, None, Action.DO_NOT_REQUEUE),
+        (Who.REQUEUE, STOPPED, "ann@login", Action.STOP),
+        (Who.PREEMPTION, STOPPED, None, Action.REQUEUE),
+        (Who.PREEMPTION, STOPPED, "signal SIGTERM", Action.REQUEUE),
+        (Who.PREEMPTION, STOPPED, "ann@login", Action.STOP),
+        (Who.PREEMPTION, KILLED, None, Action.REQUEUE),
+        (Who.LIMIT, KILLED, None, Action.DO_NOT_REQUEUE),
         (Who.NOBODY, STOPPED, None, Action.STOP),
         (Who.PERSON, STOPPED, None, Action.STOP),
     ],
@@ -79,8 +82,9 @@ def test_what_follows_depends_on_who_ends_the_job(
     assert in_view_of(who, verdict, asked).action is expected
 
 
-def test_a_requeue_by_slurm_is_no_failure_and_keeps_what_became_of_the_ranks() -> None:
-    final = in_view_of(Who.REQUEUE, KILLED, None)
+@pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
+def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: Who) -> None:
+    final = in_view_of(who, KILLED, None)
     assert final.exit_code is ExitCode.STOPPED and final.rank is None
     assert KILLED.reason in final.reason
 

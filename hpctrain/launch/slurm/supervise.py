@@ -26,6 +26,9 @@ from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import Action, Verdict
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
 
+PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
+"""Those after whom the run goes on, however its ranks ended."""
+
 LEAVE_S = 60.0
 """Seconds that Slurm has to end this process after a requeue."""
 
@@ -81,15 +84,12 @@ def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
         verdict: from the ranks' last words.
         asked: who made the STOP file, none if nobody did.
     """
-    if who is Who.REQUEUE and verdict.action not in (Action.DONE, Action.FAIL):
-        # Not a failure of the run: whatever became of the ranks was Slurm's doing.
-        what = f"Slurm put the job back into the queue ({verdict.reason})"
-        return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, "nothing to do: it goes on from the last checkpoint")
-    stopped = verdict.action is Action.STOP and verdict.exit_code == ExitCode.STOPPED
-    if who is Who.SCHEDULER and stopped and asked is None:
-        # Only the ranks were told, by the SIGTERM that preemption sends to a job's steps.
-        return dataclasses.replace(verdict, action=Action.REQUEUE, reason=f"preempted: {verdict.reason}")
-    return verdict
+    person = asked is not None and not asked.startswith("signal ")
+    if person or verdict.action in (Action.DONE, Action.FAIL) or who not in PAST_QUESTION:
+        return verdict
+    # No failure of the run: whatever became of the ranks was Slurm's doing.
+    what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it goes on from the last checkpoint"
+    return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, fix)
 
 
 def as_allocated(config: Config, job: Job) -> Config:

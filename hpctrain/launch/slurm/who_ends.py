@@ -17,10 +17,12 @@ class Who(StrEnum):
     """It goes on, as far as Slurm knows."""
     PERSON = "person"
     """Cancelled, or ended in a way that cannot be told from that: nobody else may start it again."""
-    SCHEDULER = "scheduler"
-    """At its time limit, or being preempted: to go on is for us."""
+    LIMIT = "limit"
+    """Its time is over, or a node lost: to go on is for us."""
+    PREEMPTION = "preemption"
+    """Its nodes are wanted, after a grace time: to go on is for us."""
     REQUEUE = "requeue"
-    """Slurm has put it back into the queue already: scontrol requeue, preemption."""
+    """Slurm has put it back into the queue already: scontrol requeue, preemption without a grace time."""
 
 
 def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
@@ -34,11 +36,11 @@ def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
     if int(fields.get("Restarts") or 0) > restarts:
         return Who.REQUEUE
     if state in GOING_ON:
-        # Preemption with a grace time: the job runs on until that is over, and only the ranks get SIGTERM.
+        # The job runs on until the grace time is over; only the ranks are told, by SIGTERM.
         preempted = fields.get("PreemptTime", "None")
         since_start = preempted >= fields.get("StartTime", "")
-        return Who.SCHEDULER if preempted != "None" and since_start else Who.NOBODY
+        return Who.PREEMPTION if preempted != "None" and since_start else Who.NOBODY
     # A job whose processes still end is COMPLETING, whatever ends it; of a cancelled one the reason is None.
     if state in ("COMPLETING", "TIMEOUT", "NODE_FAIL") and fields.get("Reason") in NOBODYS_WISH:
-        return Who.SCHEDULER
+        return Who.LIMIT
     return Who.PERSON
