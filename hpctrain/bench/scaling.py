@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 STEPS, ROUNDS = 60, 2
 THRESHOLD = 0.7
+LARGE_BYTES = 2**20
+WORTH_IT = 1.2
+"""Times that the ring must be faster by to be spoken of."""
 FACTOR = 16
 """How many times the largest measured size predictions go."""
 
@@ -116,9 +119,13 @@ def analyse(
     from hpctrain.bench.scaling_report import exchange_result, mode_result
 
     gradients = Gradients(started["gradient_bytes"], started["reducer"] != "horovod")
-    fair = [sample for sample in samples if sample.shape not in crowded]
+    ring = started["reducer_variant"] == "mpi-ring"
+    fair = [
+        sample for sample in samples if sample.shape not in crowded and (sample.ring == ring or sample.shape.nodes == 1)
+    ]
     shapes = [timing.shape for timing in next(iter(by_mode.values())) if timing.shape not in crowded]
     largest = shapes[-1] if shapes else None
+    slower = None if ring else allreduce_over_ring(samples)
     nodes_known = assumed is not None or any(sample.shape.nodes > 1 for sample in fair)
     larger = further(largest, nodes_known, cores, FACTOR) if largest else []
     return {
@@ -131,11 +138,26 @@ def analyse(
             mode: mode_result(mode, timings, crowded, fair, gradients, larger, assumed, threshold)
             for mode, timings in by_mode.items()
         },
-        "warnings": warnings(crowded, cores, gradients.through_mpi, nodes_known),
+        "allreduce_over_ring": slower,
+        "warnings": warnings(crowded, cores, gradients.through_mpi, nodes_known, slower),
     }
 
 
-def warnings(crowded: Sequence[Shape], cores: int | None, through_mpi: bool, nodes_known: bool) -> list[str]:
+def allreduce_over_ring(samples: Sequence[Sample]) -> float | None:
+    """How much longer MPI's Allreduce takes than our ring: median over shapes of several nodes and large buffers."""
+    import numpy as np
+
+    times: dict[tuple[Shape, int], tuple[list[float], list[float]]] = {}
+    for sample in samples:
+        if sample.shape.nodes > 1 and sample.bytes >= LARGE_BYTES:
+            times.setdefault((sample.shape, sample.bytes), ([], []))[sample.ring].append(sample.seconds)
+    ratios = [np.median(allreduce) / np.median(ring) for allreduce, ring in times.values() if allreduce and ring]
+    return float(np.median(ratios)) if ratios else None
+
+
+def warnings(
+    crowded: Sequence[Shape], cores: int | None, through_mpi: bool, nodes_known: bool, slower: float | None
+) -> list[str]:
     """What a reader must know before believing the numbers."""
     found = []
     if crowded:
@@ -148,6 +170,11 @@ def warnings(crowded: Sequence[Shape], cores: int | None, through_mpi: bool, nod
         found.append(
             "the runs exchanged by Horovod, the exchange model is of MPI: where the runs were faster than it, as with "
             "NCCL, it is scaled to them"
+        )
+    if slower is not None and slower > WORTH_IT:
+        found.append(
+            f"between nodes MPI's Allreduce takes {slower:.1f} times as long as our ring, and its algorithm changes "
+            "with the number of nodes: reduce.kind: auto chooses between them"
         )
     if not nodes_known:
         found.append(

@@ -1,6 +1,7 @@
 """Program of ``hpctrain bench scaling`` for all ranks: seconds of an exchange by size. Knows no framework.
 
-Sums are formed as the run does it on CPUs: through shared memory where ranks share a node, by one Allreduce elsewhere.
+Sums are formed as runs do it on CPUs: through shared memory where ranks share a node; between nodes both by MPI's
+Allreduce and by our ring.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from hpctrain.comm.host_sum import FlatSum, HostSum
 from hpctrain.comm.node_sum import open_node_sum
+from hpctrain.comm.ring_sum import RingSum
 from hpctrain.comm.world import World, connect
 from hpctrain.run_dir import write_atomically
 
@@ -29,17 +31,21 @@ ROUNDS = 3
 
 
 def measure(world: World, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Rows of size and median seconds on the slowest rank, a row for each size and round. Collective."""
+    """Rows of size and median seconds on the slowest rank, a row for each size, round and way. Collective."""
+    place = {"nodes": world.nodes, "ranks": world.size}
     return [
-        {"nodes": world.nodes, "ranks": world.size, "bytes": size, "seconds": _median_of(world, size)}
+        {**place, "ring": ring, "bytes": size, "seconds": _median_of(world, size, ring)}
         for _ in range(rounds)
         for size in sizes
+        for ring in ((False, True) if world.nodes > 1 else (False,))
     ]
 
 
-def _median_of(world: World, size: int) -> float:
+def _median_of(world: World, size: int, ring: bool) -> float:
     elements = max(1, size // 4)
-    sums: HostSum = open_node_sum(world.data, elements) or FlatSum(world.data, elements)
+    sums: HostSum = open_node_sum(world.data, elements, ring=ring) or (RingSum if ring else FlatSum)(
+        world.data, elements
+    )
     warm = max(_timed(world, sums) for _ in range(2))
     slowest = max(world.data.allgather(warm, "time one exchange"))
     count = int(np.clip(SECONDS_EACH / slowest, LEAST, MOST))

@@ -44,6 +44,8 @@ class Sample:
     bytes: int
     """Of each rank's buffer."""
     seconds: float
+    ring: bool = False
+    """Whether nodes exchanged by our ring; else by MPI's Allreduce, which may be any algorithm."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def samples(jobs: Sequence[Job]) -> list[Sample]:
     for job in jobs:
         if job.global_batch is None:
             rows = json.loads((RunDir.for_config(job.config).path / EXCHANGE_FILE).read_text())["rows"]
-            found += [Sample(job.shape, row["bytes"], row["seconds"]) for row in rows]
+            found += [Sample(job.shape, row["bytes"], row["seconds"], row["ring"]) for row in rows]
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.bench import scaling
-from hpctrain.bench.scaling_fit import ExchangeModel, Link, Shape
+from hpctrain.bench.scaling_fit import ExchangeModel, Link, Sample, Shape
 from hpctrain.bench.scaling_model import COMPUTE, EXCHANGE, Gradients, Mode, Prediction, Timing, efficiency, predict
 from hpctrain.bench.scaling_report import recommend, text
 from tests.unit.test_bench_scaling_fit import exchanges
@@ -100,13 +100,13 @@ def test_a_recommendation_knows_its_limits() -> None:
     assert nothing.shape is None and "not even 1 node (4 ranks)" in nothing.sentence
 
 
-def analysed(shapes: list[Shape], crowded: list[Shape], **more: Any) -> dict[str, Any]:
+def analysed(shapes: list[Shape], crowded: list[Shape], variant: str = "mpi-node", **more: Any) -> dict[str, Any]:
     modes: list[Mode] = ["weak", "strong"]
     samples = [sample for sample in exchanges(LINKS, [shape for shape in shapes if shape.ranks > 1], noise=0.01)]
     started = {
         "framework": "torch",
         "reducer": "mpi",
-        "reducer_variant": "mpi-node",
+        "reducer_variant": variant,
         "gradient_bytes": GRADIENTS.bytes,
     }
     by_mode = {mode: [timing(shape, mode) for shape in shapes] for mode in modes}
@@ -128,6 +128,21 @@ def test_of_one_size_nothing_is_recommended() -> None:
     result = analysed([Shape(1, 1), Shape(1, 2)], [Shape(1, 2)], cores=1)
     assert "fewer than two sizes" in result["modes"]["weak"]["recommendation"]
     assert result["modes"]["weak"]["recommended_ranks"] is None
+
+
+def test_a_slow_allreduce_is_told() -> None:
+    shape = Shape(3, 1)
+    allreduce = [Sample(shape, 2**22, 0.6), Sample(shape, 2**22, 0.62), Sample(shape, 2**12, 1e-4)]
+    assert scaling.allreduce_over_ring([*allreduce, Sample(shape, 2**22, 0.2, ring=True)]) == pytest.approx(3.05)
+    assert scaling.allreduce_over_ring(allreduce) is None
+    (warning,) = scaling.warnings([], None, True, True, 3.05)
+    assert "3.0 times as long as our ring" in warning
+    assert scaling.warnings([], None, True, True, 1.1) == []
+
+
+def test_only_exchanges_by_the_means_of_the_runs_count() -> None:
+    result = analysed([Shape(1, 1), Shape(2, 1)], [], variant="mpi-ring")
+    assert result["exchange"]["measured"] == [], "those of the made-up measurements are Allreduces"
 
 
 def test_an_assumed_link_leads_to_more_nodes_and_says_so() -> None:

@@ -76,7 +76,7 @@ def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
         seconds = {"data": 0.5, "forward": 1.0, "backward": 2.0, "exchange": number, "callbacks": 0.25}
         events.append("train", 5 * number, steps=5, seconds=seconds)
     events.append("run_finished", 25, reason="completed", steps=25, seconds=1.0)
-    row = {"nodes": 1, "ranks": 2, "bytes": 4096, "seconds": 1e-4}
+    row = {"nodes": 1, "ranks": 2, "bytes": 4096, "seconds": 1e-4, "ring": False}
     (tmp_path / exchange.name / EXCHANGE_FILE).write_text(json.dumps({"rows": [row]}))
     scaling_runs.run_here([training, exchange])
     (timing,) = scaling_runs.timings([training, exchange])
