@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.bench.step import Row, table
 from tests.support.netns import network
 
-CONTENDERS = "none,auto,horovod-overlap,horovod-overlap-fp16,mpi-flat,mpi-flat-fp16,mpi-overlap,ddp"
+CONTENDERS = "none,auto,mpi-ring,mpi-flat,mpi-flat-fp16,horovod-overlap,horovod-overlap-fp16,ddp"
 
 
 def main() -> None:
