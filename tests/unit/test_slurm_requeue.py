@@ -11,11 +11,12 @@ import pytest
 
 from hpctrain.config import Config, LaunchConfig, SlurmConfig
 from hpctrain.errors import ExitCode, NoRequeue, UserError
+from hpctrain.launch.last_words import merge
 from hpctrain.launch.slurm import client, requeue
 from hpctrain.launch.slurm.in_job import unclean
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, record
-from hpctrain.launch.slurm.supervise import by_person, in_view_of
+from hpctrain.launch.slurm.supervise import amend, by_person, in_view_of
 from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.verdict import Action, Verdict
 from hpctrain.run_dir import RunDir
@@ -155,6 +156,22 @@ def test_a_cancelled_job_is_never_requeued(
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": "None"})
     with pytest.raises(requeue.Ended, match="cancelled"):
         requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+
+
+def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/bash\necho "8 $SLURM_RESTART_COUNT $SLURM_CONF"\n')
+    sbatch.chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "3", "SLURM_CONF": "c"}.items():
+        monkeypatch.setenv(name, value)
+    assert client.submit(Path("job.sbatch")).split() == ["8", "c"]
+
+
+def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Verdict | None]], RunDir]) -> None:
+    run = run_after([AGAIN])
+    merge(run, 1, [], AGAIN.to_json())
+    amend(run, STOP)
+    assert run.attempts()[-1]["verdict"] == run.read_words(1)["verdict"] == STOP.to_json()
 
 
 def test_a_site_that_forbids_requeue(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +51,11 @@ def find(program: str) -> str:
     return path
 
 
-def run(words: Sequence[str], stdin: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
+def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
     """Runs one command and returns what it prints; raises RunFailed with Slurm's own words."""
     command = [find(words[0]), *words[1:]]
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
         raise RunFailed(
             f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when Slurm answers"
@@ -67,7 +68,9 @@ def run(words: Sequence[str], stdin: str | None = None, timeout_s: float = TIMEO
 
 def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Submits a script and returns the job id."""
-    return run(["sbatch", "--parsable", *options, str(script)]).strip().split(";")[0]
+    # From inside a job: what describes this one (its restarts, its ranks) is not the next one's.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    return run(["sbatch", "--parsable", *options, str(script)], env=env).strip().split(";")[0]
 
 
 def queue(ids: Sequence[str]) -> list[QueueEntry]:

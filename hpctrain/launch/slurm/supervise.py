@@ -24,7 +24,7 @@ from hpctrain.launch.staged import STAGED
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import Action, Verdict
-from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, write_atomically
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""
@@ -58,7 +58,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
     final = in_view_of(who, verdict, asked=run_dir.stop_requested_by())
     if final is not verdict:
-        run_dir.end_attempt(run_dir.attempts()[-1]["attempt"], verdict=final.to_json())
+        amend(run_dir, final)
     report(final, run_dir)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         time.sleep(LEAVE_S)
@@ -146,7 +146,7 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
         action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
         code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
         final = Verdict(action, code, f"{verdict.reason}; {error.what}", error.fix)
-        run_dir.end_attempt(run_dir.attempts()[-1]["attempt"], verdict=final.to_json())
+        amend(run_dir, final)
         say(str(error))
         requeue.end_chain(run_dir, job)
         return final.exit_code
@@ -158,6 +158,18 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
         # Slurm ends this process now. Leaving before would have the job counted as ended.
         time.sleep(LEAVE_S)
     return verdict.exit_code
+
+
+def amend(run_dir: RunDir, verdict: Verdict) -> None:
+    """Writes another verdict on the newest attempt; where the disk is full, the job's end still follows from it."""
+    number = run_dir.attempts()[-1]["attempt"]
+    try:
+        run_dir.end_attempt(number, verdict=verdict.to_json())
+        if words := run_dir.read_words(number):
+            content = json.dumps({**words, "verdict": verdict.to_json()}, indent=1)
+            write_atomically(run_dir.words(number), content.encode() + b"\n")
+    except HpctrainError as error:
+        say(str(error))
 
 
 def forget_dead_holder(run_dir: RunDir) -> None:
