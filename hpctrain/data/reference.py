@@ -81,7 +81,7 @@ def _import(name: str, path: str | None) -> ModuleType:
     if path is None:
         return importlib.import_module(name)
     alias = "__mp_main__" if name == "__main__" else name  # what the program guards by its name must not run here
-    if alias in sys.modules:
+    if getattr(sys.modules.get(alias), "__file__", None) == path:
         return sys.modules[alias]
     spec = importlib.util.spec_from_file_location(alias, path)
     if spec is None or spec.loader is None:

@@ -1,6 +1,7 @@
 """Worker processes: the same samples as without, and no death, error or signal goes unnoticed."""
 
 import functools
+import importlib.util
 import os
 import signal
 import subprocess
@@ -226,6 +227,20 @@ def test_a_transform_may_stand_in_the_main_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18] False\n"
     assert not done.stderr
+
+
+def test_a_transform_may_stand_in_a_file_that_is_named_as_a_known_module_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a task's file, ``task: path/queue.py:task``."""
+    (tmp_path / "queue.py").write_text("def double(sample, rng):\n    return {'x': 2 * sample['x']}\n")
+    spec = importlib.util.spec_from_file_location("queue", tmp_path / "queue.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "queue", module)
+    spec.loader.exec_module(module)
+    for batch in take(2, 1, module.double):
+        values = np.concatenate([piece["x"] for piece in batch.micro_batches])
+        assert np.array_equal(values, 2 * DATASET.arrays["x"][batch.sample_ids])
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
