@@ -13,7 +13,7 @@ from hpctrain.config import Config, LaunchConfig, SlurmConfig
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.launch.last_words import merge
 from hpctrain.launch.slurm import client, requeue
-from hpctrain.launch.slurm.in_job import unclean
+from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, record
 from hpctrain.launch.slurm.supervise import amend, by_person, in_view_of
@@ -172,6 +172,16 @@ def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Ver
     merge(run, 1, [], AGAIN.to_json())
     amend(run, STOP)
     assert run.attempts()[-1]["verdict"] == run.read_words(1)["verdict"] == STOP.to_json()
+
+
+def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/steps\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    skip_steps(3)
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert len(steps) == 3 and all("--mpi=none" in step and step.endswith(" true") for step in steps)
 
 
 def test_a_site_that_forbids_requeue(
