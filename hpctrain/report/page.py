@@ -45,7 +45,7 @@ def render(data: RunData, explanation: Explanation, heat: Mapping[str, NDArray[n
             checkpoints=[_row(event, CHECKPOINT) for event in data.rare.get("checkpoint_saved", [])],
             failures=[_row(event, ("step", "path", "error")) for event in data.rare.get("checkpoint_failed", [])],
             stragglers=[_row(event, STRAGGLER) for event in data.rare.get("straggler", [])],
-            hangs=[json.dumps(event) for event in data.rare.get("hang", [])],
+            hangs=[_row(event, HANG) for event in data.rare.get("hang", [])],
             config=json.dumps(data.config, indent=2),
         )
     )
@@ -58,7 +58,8 @@ def render_comparison(result: Mapping[str, Any], plots: Sequence[LinePlot]) -> s
 
 
 CHECKPOINT = ("step", "bytes", "stall_s", "write_s", "path")
-STRAGGLER = ("step", "rank", "host", "cause", "slowdown", "cost", "state")
+STRAGGLER = ("step", "rank", "host", "cause", "slowdown", "cost", "state", "sentence")
+HANG = ("attempt", "step", "kind", "silence_s", "sentence")
 
 
 def _environment() -> jinja2.Environment:
@@ -126,11 +127,10 @@ def _attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
     unit, unit_name = time_unit(attempts[-1].end - first)
     spans = [
         svg.Span(
-            f"attempt {attempt.number}",
+            f"attempt {attempt.number}, from step {attempt.from_step}: {attempt.ending}",
             (attempt.begin - first) / unit,
             (attempt.end - first) / unit,
             "good" if attempt.orderly else "other",
-            attempt.ending,
         )
         for attempt in attempts
     ]

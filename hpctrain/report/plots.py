@@ -48,6 +48,7 @@ def line_plots(data: RunData, attempts: Sequence[Attempt]) -> list[LinePlot]:
     resumes = [
         Mark(attempt.from_step, f"attempt {attempt.number} from step {attempt.from_step}") for attempt in attempts[1:]
     ]
+    restarts = [Mark((attempt.begin - begin) / unit, f"attempt {attempt.number}") for attempt in attempts[1:]]
     losses = {name: data.train[name] for name in ("loss",) if name in data.train}
     if "loss" in data.metrics:
         losses["validation loss"] = data.metrics["loss"]
@@ -66,7 +67,8 @@ def line_plots(data: RunData, attempts: Sequence[Attempt]) -> list[LinePlot]:
         plots.append(LinePlot(key, title, "step", curves, tuple(resumes), from_zero))
         if key in ("loss", "metrics"):
             timed = tuple(_curve(name, series, begin, unit) for name, series in named.items())
-            plots.append(LinePlot(f"{key}_time", f"{title} against time", f"{unit_name} since the start", timed))
+            label = f"{unit_name} since the start"
+            plots.append(LinePlot(f"{key}_time", f"{title} against time", label, timed, tuple(restarts)))
     return [plot for plot in plots if any(curve.x for curve in plot.curves)]
 
 

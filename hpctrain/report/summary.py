@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,25 +74,27 @@ def last_step(data: RunData) -> int:
     return int(max([*steps, *(event["step"] for events in data.rare.values() for event in events)], default=0))
 
 
-def last_time(data: RunData) -> float:
-    """Time of the newest event, Unix seconds."""
-    times = [series.time[-1] for series in (*data.train.values(), *data.metrics.values()) if len(series.time)]
-    return float(max([*times, *(event["time"] for events in data.rare.values() for event in events)], default=0.0))
+def last_time(data: RunData, before: float = math.inf) -> float:
+    """Time of the newest event, or of the newest before a time; Unix seconds."""
+    curves = [series.time for series in (*data.train.values(), *data.metrics.values())]
+    found = [times[np.searchsorted(times, before) - 1] for times in curves if len(times) and times[0] < before]
+    told = [event["time"] for events in data.rare.values() for event in events if event["time"] < before]
+    return float(max([*found, *told], default=0.0))
 
 
 def make_attempts(data: RunData) -> list[Attempt]:
     """Attempts from run.json, else from the events."""
     newest = last_time(data)
     made = []
-    for entry in data.info.get("attempts") or []:
+    entries = data.info.get("attempts") or []
+    for entry, later in zip(entries, [*entries[1:], {}], strict=False):
         verdict = entry.get("verdict") or {}
-        ending = (
-            verdict.get("reason") or verdict.get("action") or ("running" if entry.get("ended") is None else "unknown")
-        )
+        lives = entry.get("ended") is None and not later  # one without an end that another one follows was killed
+        ending = verdict.get("reason") or verdict.get("action") or ("running" if lives else "unknown")
         begin = float(entry.get("started") or 0.0)
-        end = float(entry.get("ended") or max(newest, begin))
-        first, last = entry.get("from_step") or 0, entry.get("to_step") or 0
-        orderly = verdict.get("exit_code", 0 if entry.get("ended") is None else None) in (0, 75)
+        end = float(entry.get("ended") or max(last_time(data, later.get("started") or math.inf), begin))
+        first, last = entry.get("from_step") or 0, entry.get("to_step") or later.get("from_step") or 0
+        orderly = verdict.get("exit_code", 0 if lives else None) in (0, 75)
         made.append(Attempt(int(entry["attempt"]), begin, end, first, last, ending, orderly))
     if made:
         return made

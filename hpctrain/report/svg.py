@@ -14,6 +14,12 @@ from hpctrain.report.axes import Axis, label, make_axis
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34
+FAINT = 10.0
+"""Full scale of a heat map whose values are smaller: noise must not look like a finding."""
+SPAN_HEIGHT = 40
+"""Of a bar on a time line with the line of text above it."""
+NAME_LENGTH = 110
+"""Characters of that text that fit."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +41,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Span:
-    """A bar on a time line."""
+    """A bar on a time line, in a row of its own."""
 
-    row: str
+    name: str
+    """Stands above it."""
     begin: float
     end: float
     kind: str
     """CSS class."""
-    name: str
-    """Shown on hovering."""
 
 
 def lines(
@@ -59,8 +64,8 @@ def lines(
         if len(curve.x) == 1:
             dot_x, dot_y = points.split(",")
             body.append(f'<circle class="dot c{index % 8}" cx="{dot_x}" cy="{dot_y}" r="3"/>')
-    for mark in marks:
-        x = x_axis.pixel(min(max(mark.x, x_axis.low), x_axis.high))
+    for mark in (mark for mark in marks if x_axis.low <= mark.x <= x_axis.high):
+        x = x_axis.pixel(mark.x)
         body.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
             f"<title>{escape(mark.name)}</title></line>"
@@ -93,18 +98,20 @@ def stacked(title: str, x: Sequence[float], layers: Sequence[Curve], x_label: st
 
 
 def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str, unit: str) -> str:
-    """Rows of coloured cells, dark for large values; NaN stays empty.
+    """Rows of cells in one colour above zero and another one below, the stronger the further away; NaN stays empty.
+
+    Each cell carries its value, to two decimals, and the drawing the range, in ``data-`` attributes.
 
     Args:
         values: float64[rows, columns], already small enough to be seen (at most about 64 x 200).
-        unit: of the values, for the tooltips.
+        unit: of the values.
     """
     rows, columns = values.shape
     height = TOP + BOTTOM + max(rows * max(4, min(18, 320 // max(rows, 1))), 40)
     width, tall = (WIDTH - LEFT - RIGHT) / max(columns, 1), (height - TOP - BOTTOM) / max(rows, 1)
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-    scale = (high - low) or 1.0
+    scale = max(abs(low), abs(high), FAINT)
     body = [_x_label(x_label, height), f'<text class="tick" x="4" y="{TOP + 10}">{escape(y_label)}</text>']
     for row in range(rows):
         y = TOP + row * tall
@@ -112,35 +119,36 @@ def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str
             body.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + tall / 2 + 3:.1f}">{row}</text>')
         for column in range(columns):
             if np.isfinite(value := values[row, column]):
+                side = "above" if value > 0 else "below"
                 body.append(
-                    f'<rect class="cell" x="{LEFT + column * width:.1f}" y="{y:.1f}" width="{width + 0.4:.1f}" '
-                    f'height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * (value - low) / scale:.3f}"/>'
+                    f'<rect class="cell {side}" x="{LEFT + column * width:.1f}" y="{y:.1f}" '
+                    f'width="{width:.2f}" height="{tall:.1f}" fill-opacity="{0.05 + 0.95 * abs(value) / scale:.2f}" '
+                    f'data-value="{value:.2f}"/>'
                 )
-    legend = f"{low:.3g} to {high:.3g} {escape(unit)}"
+    legend = f"{low:.3g} to {high:.3g} {escape(unit)}; orange: above 0, blue: below"
     caption = f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{legend}</text>'
-    return _svg(title, [*body, caption], height)
+    return _svg(title, [*body, caption], height, f'data-z="{low:.17g} {high:.17g}"')
 
 
 def time_line(title: str, spans: Sequence[Span], x_label: str) -> str:
-    """Bars in named rows."""
-    rows = list(dict.fromkeys(span.row for span in spans))
-    height = TOP + BOTTOM + 26 * max(len(rows), 1)
-    x_axis = make_axis([edge for span in spans for edge in (span.begin, span.end)], LEFT + 40, WIDTH - RIGHT)
-    body = [_x_label(x_label, height)]
+    """Bars below each other, each with its name above it."""
+    height = TOP + BOTTOM + SPAN_HEIGHT * max(len(spans), 1)
+    x_axis = make_axis([edge for span in spans for edge in (span.begin, span.end)], RIGHT + 4, WIDTH - RIGHT - 4)
+    body = [_x_label(x_label, height, RIGHT + 4)]
     for tick in x_axis.ticks:
         x = x_axis.pixel(tick)
         body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
         body.append(f'<text class="tick middle" x="{x:.1f}" y="{height - BOTTOM + 14}">{label(tick)}</text>')
-    for index, row in enumerate(rows):
-        body.append(f'<text class="tick end" x="{LEFT + 34}" y="{TOP + 26 * index + 17}">{escape(row)}</text>')
-    for span in spans:
-        x, y = x_axis.pixel(span.begin), TOP + 26 * rows.index(span.row) + 4
+    for index, span in enumerate(spans):
+        x, y = x_axis.pixel(span.begin), TOP + SPAN_HEIGHT * index
         width = max(x_axis.pixel(span.end) - x, 1.5)
+        name = span.name if len(span.name) <= NAME_LENGTH else span.name[: NAME_LENGTH - 1] + "…"
+        body.append(f'<text class="tick" x="{RIGHT + 4}" y="{y + 14}">{escape(name)}</text>')
         body.append(
-            f'<rect class="span {escape(span.kind)}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" rx="2">'
+            f'<rect class="span {escape(span.kind)}" x="{x:.1f}" y="{y + 19}" width="{width:.1f}" height="16" rx="2">'
             f"<title>{escape(span.name)}</title></rect>"
         )
-    return _svg(title, body, height)
+    return _svg(title, body, height, f'data-x="{x_axis.low:.17g} {x_axis.high:.17g} {x_axis.begin} {x_axis.end}"')
 
 
 def _svg(title: str, body: Sequence[str], height: float, attributes: str = "") -> str:
@@ -164,5 +172,5 @@ def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:
     return parts
 
 
-def _x_label(text: str, height: float = HEIGHT) -> str:
-    return f'<text class="tick" x="{LEFT}" y="{height - 6:g}">{escape(text)}</text>'
+def _x_label(text: str, height: float = HEIGHT, x: float = LEFT) -> str:
+    return f'<text class="tick" x="{x}" y="{height - 6:g}">{escape(text)}</text>'

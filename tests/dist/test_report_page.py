@@ -2,44 +2,123 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.command import PROJECT, events, hpctrain, write_run
+from hpctrain.report.page import number
+from hpctrain.run_dir import RunDir
+from tests.support.command import (
+    PROJECT,
+    events,
+    hpctrain,
+    misbehaving_run,
+    processes_of,
+    reaches_step,
+    started,
+    wait_for,
+    write_run,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
 BROWSERS_OWN = re.compile(r"https?://([\w-]+\.)*(google|googleapis|gvt1|gstatic)\.com/")
 SLOW = f"{PROJECT}/tests/support/torch_slow_task.py:task"
+PROBE = """<script>
+const clipped = [...document.querySelectorAll("svg")].flatMap((picture) => {
+  const frame = picture.getBoundingClientRect();
+  return [...picture.querySelectorAll("text, rect, polyline, polygon")].filter((part) => {
+    const box = part.getBoundingClientRect();
+    return box.left < frame.left - 1 || box.right > frame.right + 1
+      || box.top < frame.top - 1 || box.bottom > frame.bottom + 1;
+  }).map((part) => picture.ariaLabel + ": " + (part.textContent || part.tagName));
+});
+document.title = [document.documentElement.scrollWidth, innerWidth, clipped.length, ...clipped.slice(0, 3)].join("|");
+</script></body>"""
+"""Measures the page where it is drawn: its width, and what reaches beyond the frame of its picture."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report as the browser shows it."""
+
+    dom: str
+
+    def drawing(self, section: str) -> ET.Element:
+        """The picture of a section."""
+        return ET.fromstring(re.search(r"<svg.*?</svg>", self.dom.split(f'id="{section}"')[1], re.S).group(0))  # type: ignore[union-attr]
+
+    def rows(self, section: str) -> list[list[str]]:
+        """The table behind a picture."""
+        return self._cells(self.dom.split(f'id="{section}"')[1])
+
+    def table(self, title: str) -> list[list[str]]:
+        """The table under a heading."""
+        return self._cells(self.dom.split(f"<h2>{title}</h2>")[1])
+
+    @staticmethod
+    def _cells(text: str) -> list[list[str]]:
+        rows = re.findall(r"<tr>(.*?)</tr>", text.split("</table>")[0], re.S)
+        cells = [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row, re.S)] for row in rows]
+        return [row for row in cells if row]
 
 
 @pytest.fixture
-def browser(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Opens a page in headless Chromium; gives the page as it stands then, and what the browser wrote to its log."""
+def opened(tmp_path: Path) -> Callable[[Path], Page]:
+    """Makes the report of a run, opens it in headless Chromium, and checks what holds for every report."""
     if CHROMIUM is None:
         pytest.skip("this machine has no chromium")
 
-    def open_page(path: Path, log: Path) -> tuple[str, str]:
+    def open_page(run: Path) -> Page:
+        hpctrain("report", run)
+        text, log, measured = (run / "report.html").read_text(), tmp_path / "net.json", tmp_path / "measured.html"
+        assert not re.search(r"https?://|url\(|@import", text)
+        measured.write_text(text.replace("</body>", PROBE))
         command = [
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *QUIET.split(), "--window-size=1440,2000",
             f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", "--net-log-capture-mode=Everything",
-            "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0", "--dump-dom", path.as_uri(),
+            "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0", "--dump-dom",
+            measured.as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return done.stdout, done.stderr
+        width, window, clipped, *which = re.search(r"<title>(.*?)</title>", done.stdout).group(1).split("|")  # type: ignore[union-attr]
+        assert int(width) <= int(window) == 1440
+        assert int(clipped) == 0, which
+        assert "CONSOLE" not in done.stderr
+        requests = set(re.findall(r'"url":"([^"]+)"', log.read_text()))
+        assert not [url for url in requests if re.match(r"http|ws|ftp", url) and not BROWSERS_OWN.match(url)]
+        return Page(done.stdout)
 
     return open_page
 
 
+def check_loss(page: Page, run: Path, told: list[dict[str, Any]] | None = None) -> None:
+    """The loss as drawn and in the table behind it are the events'."""
+    drawing = page.drawing("loss")
+    drawn = {line.attrib["data-name"]: values(drawing, line) for line in drawing.iter() if "points" in line.attrib}
+    points = [(event["step"], event["loss"]) for event in (events(run, "train") if told is None else told)]
+    assert points
+    height = float(drawing.attrib["data-y"].split()[1])
+    assert drawn["loss"] == [
+        (pytest.approx(step, abs=0.1), pytest.approx(loss, abs=1e-3 * height)) for step, loss in points
+    ]
+    rows = [(float(step), float(loss)) for name, step, loss in page.rows("loss") if name == "loss"]
+    assert rows == points
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["finished", "stopped", "crashed"])
-def test_the_report_of_a_real_run_in_a_browser(kind: str, tmp_path: Path, browser) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("what", ["whole", "partly lost"])
+def test_a_finished_run(what: str, tmp_path: Path, opened: Callable[[Path], Page]) -> None:
     run_file = write_run(
         tmp_path,
         task=SLOW,
@@ -48,34 +127,86 @@ def test_the_report_of_a_real_run_in_a_browser(kind: str, tmp_path: Path, browse
     )
     run = tmp_path / "runs/run"
     hpctrain("train", run_file, cwd=tmp_path)
-    if kind == "crashed":
+    if what == "partly lost":
         (run / "run.json").write_text((run / "run.json").read_text()[:-20])  # half a file, as a crash may leave it
+        shutil.rmtree(run / "ranks")
         with open(run / "events.jsonl", "a") as file:
             file.write('{"time": 17')
-    if kind == "stopped":
-        shutil.rmtree(run / "ranks")
-    hpctrain("report", run, cwd=tmp_path)
+    check_loss(opened(run), run)
 
-    measured = tmp_path / "measured.html"
-    probe = "<script>document.title=[document.documentElement.scrollWidth,innerWidth].join(' ')</script></body>"
-    measured.write_text((run / "report.html").read_text().replace("</body>", probe))
-    dom, said = browser(measured, tmp_path / "net.json")
-    page_width, window_width = map(int, re.search(r"<title>(\d+) (\d+)</title>", dom).groups())  # type: ignore[union-attr]
-    assert page_width <= window_width == 1440
-    assert "CONSOLE" not in said
-    requests = set(re.findall(r'"url":"([^"]+)"', (tmp_path / "net.json").read_text()))
-    assert not [url for url in requests if re.match(r"http|ws|ftp", url) and not BROWSERS_OWN.match(url)]
-    assert not re.search(r"https?://|url\(|@import", (run / "report.html").read_text())
 
-    drawing = ET.fromstring(re.search(r"<svg.*?</svg>", dom.split('id="loss"')[1], re.S).group(0))  # type: ignore[union-attr]
-    drawn = {line.attrib["data-name"]: values(drawing, line) for line in drawing.iter() if "points" in line.attrib}
-    told = [(event["step"], event["loss"]) for event in events(run, "train")]
-    height = float(drawing.attrib["data-y"].split()[1])
-    assert drawn["loss"] == [
-        (pytest.approx(step, abs=0.1), pytest.approx(loss, abs=1e-3 * height)) for step, loss in told
-    ]
-    rows = re.findall(r"<td>loss</td><td>([^<]+)</td><td>([^<]+)</td>", dom.split('id="loss_time"')[0])
-    assert [(float(step), float(loss)) for step, loss in rows] == told
+@pytest.mark.slow
+def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
+    tmp_path: Path, opened: Callable[[Path], Page]
+) -> None:
+    run = tmp_path / "run"
+    path = misbehaving_run(tmp_path, train={"steps": 400}, track={"every_steps": 5}, checkpoint={"every_steps": 20})
+    with started("run", "-n", 1, path, env={"STEP_S": "0.02"}) as child:
+        wait_for("step", reaches_step(run, 30))
+        page = opened(run)
+        assert "The run goes on" in page.dom
+        *_, (_, _, _, _, _, ending) = page.rows("attempts")
+        assert ending == "running"
+        check_loss(
+            page, run, [event for event in events(run, "train") if event["step"] <= int(page.rows("loss")[-1][1])]
+        )
+        wait_for("steps after a checkpoint", reaches_step(run, events(run, "train")[-1]["step"] + 30))
+        for rank in [process for process in processes_of(child.pid) if "train" in process.cmdline()]:
+            rank.kill()
+        assert child.wait(60) == 70
+    crashed = opened(run)
+    check_loss(crashed, run)
+    ending = RunDir(run).attempts()[0]["verdict"]["reason"]
+    assert ending in crashed.rows("attempts")[0] and f": {ending}</text>" in crashed.dom
+    before = events(run, "train")
+
+    hpctrain("run", "-n", 1, path)
+    page = opened(run)
+    check_loss(page, run)
+    assert len(events(run, "train")) == 80 and before[-1]["time"] not in [e["time"] for e in events(run, "train")]
+    first, second = RunDir(run).attempts()
+    assert [row[0] for row in page.rows("attempts")] == ["1", "2"]
+    assert page.rows("attempts")[1][3:] == [str(first["to_step"]), "400", "done after step 400"]
+    drawing = page.drawing("attempts")
+    low, high, begin, end = (float(part) for part in drawing.attrib["data-x"].split())
+    bars = [bar for bar in drawing.iter() if bar.tag.endswith("rect")]
+    assert [bar.attrib["class"] for bar in bars] == ["span other", "span good"]
+    for bar, entry in zip(bars, (first, second), strict=True):
+        seconds = [entry[name] - first["started"] for name in ("started", "ended")]
+        unit = 60 if second["ended"] - first["started"] > 120 else 1
+        pixels = [begin + (each / unit - low) / (high - low) * (end - begin) for each in seconds]
+        left, width = float(bar.attrib["x"]), float(bar.attrib["width"])
+        assert [left, left + width] == pytest.approx(pixels, abs=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_run_with_a_slow_rank(tmp_path: Path, opened: Callable[[Path], Page]) -> None:
+    path = misbehaving_run(
+        tmp_path, "slow", task_args={"at": 60}, train={"steps": 160}, monitor={"enabled": True, "window_steps": 8}
+    )
+    hpctrain("run", "-n", 2, path, env={"STEP_S": "0.02"})
+    run = tmp_path / "run"
+    page = opened(run)
+    check_loss(page, run)
+    told = events(run, "straggler")
+    assert [(event["rank"], event["cause"], event["state"]) for event in told][:1] == [(1, "forward", "confirmed")]
+    keys = ("step", "rank", "host", "cause", "slowdown", "cost", "state", "sentence")
+    assert page.table("Stragglers") == [[number(event[key]) for key in keys] for event in told]
+    assert f"The run completed; {told[0]['sentence'].split(':')[0]}" in page.dom
+
+    with np.load(run / "monitor" / "heat.npz") as saved:
+        excess = saved["excess"].astype(np.float64) * 100
+    finite = excess[np.isfinite(excess)]
+    drawing = page.drawing("heat")
+    low, high = (float(part) for part in drawing.attrib["data-z"].split())
+    cells = [cell for cell in drawing.iter() if cell.attrib.get("class", "").startswith("cell")]
+    assert [float(cell.attrib["data-value"]) for cell in cells] == pytest.approx(finite.tolist(), abs=0.006)
+    assert low <= finite.min() and finite.max() <= high
+    rows = [[float(cell) for cell in row] for row in page.rows("heat")]
+    assert [row[0] for row in rows] == [0, 1]
+    assert [row[2] for row in rows] == np.nanmax(excess, axis=1).tolist()
+    assert rows[1][2] > 50
 
 
 def values(drawing: ET.Element, line: ET.Element) -> list[tuple[float, float]]:

@@ -91,6 +91,14 @@ def test_goodput_is_useful_time_over_allocated_time(tmp_path: Path) -> None:
     assert goodput(data, make_attempts(data)) == pytest.approx(5 * 0.9 / 10)
 
 
+def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event(tmp_path: Path) -> None:
+    info = {"attempts": [attempt(1, 0, None), {**attempt(2, 100, 110, **DONE), "from_step": 3}]}
+    events = [*(trained(step) for step in (1, 2, 3, 4, 5)), trained(4, 2, at=105)]
+    first, second = make_attempts(read(folder(tmp_path, *events, info=info)))
+    assert (first.end - BEGIN, first.to_step, first.ending, first.orderly) == (5, 3, "unknown", False)
+    assert (second.end - BEGIN, second.ending) == (110, "done after step 4")
+
+
 @given(st.lists(st.floats(allow_nan=True, width=32), max_size=300), st.integers(4, 60))
 def test_thinning_keeps_ends_peaks_and_order(values: list[float], points: int) -> None:
     y = np.array(values)

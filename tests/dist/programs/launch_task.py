@@ -57,6 +57,8 @@ class Misbehaviour:
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         time.sleep(self.step_s)
+        if self.mode == "slow" and self.calls >= self.at:
+            time.sleep(self.step_s)
         if self.calls != self.at:
             return loss
         if self.mode == "raise":
