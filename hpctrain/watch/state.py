@@ -64,7 +64,12 @@ ENDINGS = {
 
 
 def of_run(
-    attempts: Sequence[Mapping[str, Any]], digest: Digest, life: Life | None, job: QueueEntry | None, now: float
+    attempts: Sequence[Mapping[str, Any]],
+    digest: Digest,
+    life: Life | None,
+    job: QueueEntry | None,
+    now: float,
+    has_events: bool = True,
 ) -> State:
     """How a run stands.
 
@@ -74,6 +79,7 @@ def of_run(
         life: who holds the run folder; None where nobody does.
         job: its living or newest job; None without Slurm, or where Slurm knows none.
         now: Unix seconds.
+        has_events: whether its ranks write events; plain commands do not.
     """
     newest = attempts[-1] if attempts else {}
     verdict = dict(newest.get("verdict") or {})
@@ -87,7 +93,8 @@ def of_run(
     if newest.get("ended"):
         return _ended(word, reason, verdict, newest, job)
     if (life and life.lives) or (job is not None and job.state in ALIVE):
-        return State(Word.RUNNING, "" if digest.attempt == newest.get("attempt", 0) else "starting")
+        starts = has_events and digest.attempt < newest.get("attempt", 1)
+        return State(Word.RUNNING, "starting" if starts else "")
     if attempts or digest.num_events:
         return _silent(word, life, job if newest.get("job_id") or not attempts else None, digest, bool(attempts), now)
     if job is not None:

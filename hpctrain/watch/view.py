@@ -124,7 +124,8 @@ def make(found: Found, now: float, is_behind: bool = False) -> View:
     digest, train = found.digest, found.digest.newest.get("train", {})
     attempts = [entry for entry in found.info.get("attempts") or [] if isinstance(entry, Mapping)]
     newest = attempts[-1] if attempts else {}
-    stands = state.of_run(attempts, digest, found.life, found.job, now)
+    is_command = bool((found.config.get("launch") or {}).get("command"))
+    stands = state.of_run(attempts, digest, found.life, found.job, now, has_events=not is_command)
     runs = stands.word is Word.RUNNING
     started = digest.newest.get("run_started", {})
     attempt = newest.get("attempt") or digest.attempt or found.live.get("attempt")

@@ -139,6 +139,11 @@ def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: i
     assert height < 20 or f"the {len(bars)} slowest of 1024" in "\n".join(line.plain for line in lines)
 
 
+def test_a_plain_command_runs_without_events() -> None:
+    made = view(digest=Digest(), config={"launch": {"command": ["true"]}})
+    assert made.state == state.State(Word.RUNNING)
+
+
 def test_verdicts_and_failures_are_sentences() -> None:
     slow = "rank 1 on n2 is 24% slower than its peers: reading data, costs 19% of the run"
     shown = text(view(live={**live(2), "verdicts": [slow]}), width=60)
