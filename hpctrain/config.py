@@ -117,7 +117,7 @@ class ReduceConfig:
     """How gradients are averaged over the ranks."""
 
     kind: Literal["auto", "horovod", "mpi", "none"] = "auto"
-    """The reducer; auto measures the candidates in the first steps and keeps the fastest."""
+    """The reducer; auto measures the candidates before the first update and keeps the fastest."""
     compression: Literal["none", "fp16", "bf16", "auto"] = "none"
     """What travels in place of fp32; auto lets the measurement choose between none and fp16."""
     overlap: Literal["auto", "on", "off"] = "auto"
@@ -208,7 +208,7 @@ class MonitorConfig:
     window_steps: int = 32
     """Steps whose medians are compared."""
     hang_s: float | None = None
-    """Seconds without a finished step that count as a hang; by default derived from the measured steps."""
+    """Seconds without a finished step that count as a hang (first step: at least 900); by default from measured steps."""
     on_hang: Literal["report", "abort"] = "abort"
     """abort ends the attempt so that it can be resumed from the last checkpoint."""
     action: Literal["report", "exclude_on_requeue"] = "report"
@@ -303,7 +303,7 @@ class SlurmConfig:
     requeue: bool | None = None
     """Requeue the job when it was stopped before its end; false where the site forbids it (see submit --chain)."""
     max_requeues: int = 20
-    """Requeues after which the run ends."""
+    """Starts of the job beyond the first, whoever requeued it, after which the run ends; resume counts anew."""
     signal_s: int | None = None
     """Seconds before the time limit at which the job is told to stop; by default from measured steps and saves."""
     extra: tuple[str, ...] = ()
@@ -347,7 +347,7 @@ class LaunchConfig:
     preflight: bool = True
     """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
     max_failures: int = 3
-    """Failed attempts without a new checkpoint in between after which the run ends."""
+    """Failures in a row without a new checkpoint after which the run ends; lost nodes and preemption do not count."""
     stop_grace_s: float = 60.0
     """Seconds that ranks have to reach a step boundary and save after a stop request, before they are ended."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -72,10 +72,12 @@ def _default(entry: dataclasses.Field[Any]) -> str:
 
 
 def _in_words(hint: Any) -> str:
+    given = [each for each in typing.get_args(hint) if each is not type(None)]
+    if type(None) in typing.get_args(hint) and len(given) == 1:
+        hint = given[0]
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(map(str, typing.get_args(hint)))
     name = str(hint) if typing.get_args(hint) else hint.__name__
-    name = name.replace(" | None", "")
     name = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", name)
     name = re.sub(r"dict\[.*\]", "mapping", name)
     words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
