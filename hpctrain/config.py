@@ -208,7 +208,7 @@ class MonitorConfig:
     window_steps: int = 32
     """Steps whose medians are compared."""
     hang_s: float | None = None
-    """Seconds without a finished step that count as a hang (first step: at least 900); by default from measured steps."""
+    """Seconds without a finished step that count as a hang (first step: at least 900); by default as measured."""
     on_hang: Literal["report", "abort"] = "abort"
     """abort ends the attempt so that it can be resumed from the last checkpoint."""
     action: Literal["report", "exclude_on_requeue"] = "report"
