@@ -41,6 +41,7 @@ class Source:
         self.lock = JsonFile(run.lock_file)
         self.me = live_lock.myself()
         self.config: dict[str, Any] = {}
+        self.num_attempts = 0
         self.queue = Queue(run)
         self.beat: tuple[float | None, float] = None, 0.0
         """Newest sign of life by the file system's clock, and when it was seen by our monotonic one."""
@@ -56,9 +57,9 @@ class Source:
         while self.following.is_behind and (whole or time.monotonic() < until):
             digest = self.following.look()
         info = self.info.read()
-        attempts = len(info.get("attempts") or [])
-        if not self.config:
-            self.config = run_config(self.run.run_yaml)
+        attempts = info.get("attempts") or []
+        if not self.config or len(attempts) != self.num_attempts:  # an attempt may come with other options
+            self.config, self.num_attempts = run_config(self.run.run_yaml) or self.config, len(attempts)
         found = Found(
             self.run.path,
             self.config,
@@ -66,7 +67,7 @@ class Source:
             digest,
             self.live.read(),
             self.life(),
-            self.queue.ask((attempts, bool(attempts) and "ended" in info["attempts"][-1]), wait=whole),
+            self.queue.ask((len(attempts), bool(attempts) and "ended" in attempts[-1]), wait=whole),
             self.queue.age_s,
         )
         view = make(found, time.time(), self.following.is_behind)
