@@ -52,11 +52,15 @@ class Source:
         Raises:
             UserError: the folder may not be read.
         """
+        # A run takes the lock, begins an attempt, writes events, ends the attempt, gives the lock back. In this order
+        # of looks, no end is seen without the events before it, and no attempt without its holder.
+        life = self.life()
+        info = self.info.read()
+        life = life or self.life()
         until = time.monotonic() + PORTION_S
         digest = self.following.look()
         while self.following.is_behind and (whole or time.monotonic() < until):
             digest = self.following.look()
-        info = self.info.read()
         attempts = info.get("attempts") or []
         if not self.config or len(attempts) != self.num_attempts:  # an attempt may come with other options
             self.config, self.num_attempts = run_config(self.run.run_yaml) or self.config, len(attempts)
@@ -66,7 +70,7 @@ class Source:
             info,
             digest,
             self.live.read(),
-            self.life(),
+            life,
             self.queue.ask((len(attempts), bool(attempts) and "ended" in attempts[-1]), wait=whole),
             self.queue.age_s,
         )
