@@ -87,7 +87,8 @@ class ScheduleConfig:
     base_batch: int | None = None
     """Global batch for which the optimizer's learning rate is meant; by default one rank's batch."""
     warmup_steps: int | None = None
-    """Steps over which the rate climbs from the unscaled one to the full one. At most one of the two warm-ups."""
+    """Steps over which the rate climbs to the full one, from the unscaled one or, where none is scaled, from 0. At most
+    one of the two warm-ups."""
     warmup_epochs: float | None = None
     """The same, in epochs."""
     final_factor: float = 0.0
