@@ -47,7 +47,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "framework": started.get("framework"),
         "reducer": started.get("reducer"),
         "versions": started.get("versions"),
-        "git_commit": data.info.get("git_commit"),
+        "git_commit": (data.info.get("attempts") or [{}])[-1].get("git_commit"),
         "final_loss": final(data.train.get("loss")),
         "metrics": {name: extremes(series) for name, series in sorted(data.metrics.items())},
         "samples_per_s_median": median(data.train.get("samples_per_s")),
