@@ -57,6 +57,10 @@ class Run:
         """What ``hpctrain status --json`` says of the run."""
         return dict(json.loads(self.hpctrain("status", self.folder, "--json").stdout)[0])
 
+    def watch(self) -> dict[str, Any]:
+        """What ``hpctrain watch --json`` says of the run."""
+        return dict(json.loads(self.hpctrain("watch", self.folder, "--json").stdout))
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of one name."""
         return [event for event in self.dir.read_events() if event["event"] == name]

@@ -36,12 +36,16 @@ def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callabl
     run = new_run(launch={"command": ["python", str(tmp_path / "count.py"), str(tmp_path)], "stop_signal": "USR2"})
     job = run.submit()
     run.wait_for(lambda: "count 1" in run.log())
+    view = run.watch()
+    assert (view["state"], view["attempt"], view["job"]) == ("running", 1, job) and view["limit_in_s"] > 0
     run.cluster.run("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1 does before the time limit
     assert run.wait(job, "PENDING", timeout=30)
     assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
     assert [(tmp_path / f"count-{rank}").read_text() for rank in range(4)] == ["8"] * 4
     assert [attempt["verdict"]["action"] for attempt in run.dir.attempts()] == ["requeue", "done"]
     assert run.log().count("count 7") == 4
+    view = run.watch()
+    assert (view["state"], view["attempt"], view["requeues"]) == ("finished", 2, 1)
 
 
 def test_a_command_that_fails_names_rank_and_code(new_run: Callable[..., Run]) -> None:
