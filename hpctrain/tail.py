@@ -48,16 +48,17 @@ class Tail:
         Raises:
             UserError: the file may not be read.
         """
+        self.size = self.offset  # for where nothing can be had at this look
         with _opened(self.path) as handle:
             if handle is None:
-                self.size = self.offset
                 return b""
             status = os.fstat(handle)
             self._notice_another(status)
             self.size = status.st_size
             while self.is_behind:
-                data = os.pread(handle, min(most_bytes, self.size - self.offset), self.offset)
+                data = _read(handle, min(most_bytes, self.size - self.offset), self.offset)
                 if not data:
+                    self.size = self.offset
                     break
                 self.offset += len(data)
                 whole, end, rest = (self._rest + data).rpartition(b"\n")
@@ -98,12 +99,20 @@ class JsonFile:
             status = os.fstat(handle)
             self.changed = status.st_mtime
             version = status.st_ino, status.st_mtime_ns, status.st_size
-            if version != self._version:
+            if version != self._version and (content := _read(handle, status.st_size, 0)):
                 self._version = version
                 with contextlib.suppress(ValueError):
-                    found = json.loads(os.pread(handle, status.st_size, 0))
+                    found = json.loads(content)
                     self.value = found if isinstance(found, dict) else self.value
         return self.value
+
+
+def _read(handle: int, count: int, offset: int) -> bytes:
+    """Empty where the file system has lost the file for the moment (ESTALE, EIO): it may be back at the next look."""
+    try:
+        return os.pread(handle, count, offset)
+    except OSError:
+        return b""
 
 
 @contextlib.contextmanager
@@ -118,7 +127,7 @@ def _opened(path: Path) -> Iterator[int | None]:
         pass
     try:
         yield handle
-    except OSError:  # ESTALE, EIO: it may be back at the next look
+    except OSError:  # ESTALE: as above
         if handle is None:
             raise
     finally:

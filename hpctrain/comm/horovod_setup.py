@@ -62,8 +62,13 @@ def mpi_libraries(maps: str) -> list[str]:
     return sorted(path for path in paths if MPI_LIBRARY.fullmatch(Path(path).name))
 
 
-def start(module: ModuleType, group: Group) -> None:
+def start(module: ModuleType, group: Group, on_gpu: bool) -> None:
     """Starts Horovod's background thread on exactly the ranks of the group.
+
+    Args:
+        module: of ``load``.
+        group: the ranks.
+        on_gpu: whether it will sum tensors on GPUs.
 
     Raises:
         UserError: Horovod sees other ranks than the group has.
@@ -74,7 +79,8 @@ def start(module: ModuleType, group: Group) -> None:
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     threads = set(os.listdir("/proc/self/task"))
     module.init()
-    _give_way(set(os.listdir("/proc/self/task")) - threads)
+    if not on_gpu:  # there NCCL's own threads, which move the data, would inherit it
+        _give_way(set(os.listdir("/proc/self/task")) - threads)
     if (module.rank(), module.size()) != (group.rank, group.size):
         raise UserError(
             f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from hpctrain.comm import horovod_setup
 from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choose
-from hpctrain.comm.compression import CODECS, Codec
+from hpctrain.comm.compression import CODECS
 from hpctrain.comm.group import Group
-from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum
-from hpctrain.comm.node_sum import FOLDER, open_node_sum
-from hpctrain.comm.ring_sum import RingSum
+from hpctrain.comm.host_sum import HostSum
+from hpctrain.comm.mpi_sum import open_mpi_sum
+from hpctrain.comm.node_sum import FOLDER
 from hpctrain.comm.tensorflow_flat import ROW, FlatGradients
-from hpctrain.comm.totals import SLOTS
 from hpctrain.comm.world import World
 from hpctrain.config import ReduceConfig
 from hpctrain.errors import UserError
@@ -117,19 +116,10 @@ def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
         return NoReducer()
     if candidate.kind == "horovod":
         horovod = horovod_setup.load("tensorflow")
-        horovod_setup.start(horovod, group)
+        horovod_setup.start(horovod, group, on_gpu=bool(tf.config.list_logical_devices("GPU")))
         return HorovodReducer(candidate.name, horovod, candidate.compression == "fp16")
-    return HostReducer(candidate.name, host_sum(candidate, group, length))
-
-
-def host_sum(candidate: Candidate, group: Group, length: int) -> HostSum:
-    """The way by which MPI sums a host buffer: through shared memory where that was meant and can be."""
-    if candidate.compression != "none":
-        codec: Codec = FastFloat16() if candidate.compression == "fp16" else CODECS[candidate.compression]
-        return CompressedSum(group, length, SLOTS, codec)
-    ring = candidate.way == "ring"
-    shared = open_node_sum(group, length, ring=ring) if ring or candidate.way == "node" else None
-    return shared or (RingSum(group, length) if ring else FlatSum(group, length))
+    candidate, host = open_mpi_sum(candidate, group, length, np.float32, {**CODECS, "fp16": FastFloat16()})
+    return HostReducer(candidate.name, host)
 
 
 def measured_reducer(

@@ -59,5 +59,5 @@ class HorovodSum:
 def horovod_sum(group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> HorovodSum:
     """Starts Horovod; raises UserError where it is missing or does not fit."""
     horovod = horovod_setup.load("torch")
-    horovod_setup.start(horovod, group)
+    horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
     return HorovodSum(horovod, layout, dtype, device, half)

@@ -12,9 +12,8 @@ from torch import Tensor
 from hpctrain.comm.auto import Candidate
 from hpctrain.comm.buckets import Layout
 from hpctrain.comm.group import Group
-from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum, OverlappedSum
-from hpctrain.comm.node_sum import open_node_sum
-from hpctrain.comm.ring_sum import RingSum
+from hpctrain.comm.host_sum import HostSum
+from hpctrain.comm.mpi_sum import open_mpi_sum
 
 
 class TensorSum(Protocol):
@@ -103,18 +102,5 @@ def mpi_sum(
     candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Candidate, TensorSum]:
     """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message in its place."""
-    candidate, host = _host_sum(candidate, group, layout, torch.empty(0, dtype=dtype).numpy().dtype)
+    candidate, host = open_mpi_sum(candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS)
     return candidate, HostTensorSum(host) if device.type == "cpu" else StagedTensorSum(host, device)
-
-
-def _host_sum(candidate: Candidate, group: Group, layout: Layout, dtype: np.dtype) -> tuple[Candidate, HostSum]:
-    if candidate.compression != "none":
-        extra = layout.length - layout.gradients
-        return candidate, CompressedSum(group, layout.length, extra, CODECS[candidate.compression])
-    if candidate.way == "overlap":
-        return candidate, OverlappedSum(group, layout.length, dtype)
-    ring = candidate.way == "ring"
-    shared = open_node_sum(group, layout.length, dtype, ring) if ring or candidate.way == "node" else None
-    if shared or ring:
-        return candidate, shared or RingSum(group, layout.length, dtype)
-    return Candidate("mpi", "flat"), FlatSum(group, layout.length, dtype)

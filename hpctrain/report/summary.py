@@ -64,7 +64,7 @@ def summarize(data: RunData) -> dict[str, Any]:
 
 
 def state(data: RunData) -> str:
-    """completed, early_stop, stop_requested, failed, running or unknown."""
+    """See run_dir.outcome."""
     return outcome(data.info.get("attempts") or [], data.last("run_started"), data.last("run_finished"))
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from hpctrain.digest import Digest, outcome
+from hpctrain.launch.live_lock import STALE_S
 from hpctrain.launch.slurm.client import QueueEntry
 from hpctrain.launch.slurm.submission import ALIVE
 
@@ -124,7 +125,7 @@ def _silent(
     if job is not None and job.state != "COMPLETED":
         return State(Word.FAILED, f"job {job.id} {job.state}" + (f", {job.reason}" if job.reason else ""), is_over=True)
     if life is not None:
-        gone = "is gone" if life.sure else f"has given no sign of life for {FRESH_S:.0f} s"
+        gone = "is gone" if life.sure else f"has given no sign of life for {STALE_S:.0f} s"
         return State(Word.UNKNOWN, f"{life.name} {gone}, and nobody has said how it ended", is_over=life.sure)
     if not has_attempts and digest.last_time is not None and now - digest.last_time < FRESH_S:
         return State(Word.RUNNING)

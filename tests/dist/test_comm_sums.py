@@ -48,7 +48,7 @@ def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path
         "    return {task: os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir('/proc/self/task')}\n"
         "group = connect().data\n"
         "before = priorities()\n"
-        "horovod_setup.start(horovod_setup.load('torch'), group)\n"
+        "horovod_setup.start(horovod_setup.load('torch'), group, on_gpu=False)\n"
         "after = priorities()\n"
         "kept = all(after.get(task, own) == own for task, own in before.items())\n"
         "print('kept' if kept else 'changed', max(after.values()) > max(before.values()))\n"

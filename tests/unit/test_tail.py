@@ -91,3 +91,20 @@ def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hpctrain.tail.os.open", refuse)  # root may read anything
     with pytest.raises(UserError, match="may not be read: Permission denied"):
         Tail(tmp_path / "events.jsonl").lines()
+
+
+def test_a_file_that_cannot_be_read_leaves_nothing_to_catch_up_with(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()  # has a size, but reading it is an error, as with EIO
+    (tmp_path / "events.jsonl" / "entry").touch()
+    tail = Tail(tmp_path / "events.jsonl")
+    assert (tail.lines(), tail.is_behind) == (b"", False)
+
+
+def test_content_that_could_not_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"a": 1}')
+    file = JsonFile(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError("stale file handle")))
+        assert file.read() == {}
+    assert file.read() == {"a": 1}
