@@ -15,6 +15,7 @@ from hpctrain.data.hdf5 import Hdf5Dataset, open_hdf5
 from hpctrain.data.memory import ArrayDataset, from_arrays
 from hpctrain.data.reference import refer, refusal, resolve
 from hpctrain.data.sources import CalledDataset, open_dataset
+from hpctrain.errors import UserError
 
 Recipe = dict[str, Any]
 """Values of JSON; one of the keys hdf5, arrays, parts, function says which kind it is."""
@@ -35,13 +36,22 @@ def describe(dataset: Dataset, arrays: dict[str, NDArray[Any]]) -> Recipe:
     if isinstance(dataset, ConcatDataset):
         return {"parts": [describe(part, arrays) for part in dataset.parts]}
     if isinstance(dataset, CalledDataset):
-        return {"function": refer(dataset.function, "the data"), "fields": dataset.names, "cache": dataset.cache_bytes}
+        return {
+            "function": refer(dataset.function, "the data"),
+            "fields": dataset.names,
+            "cache": dataset.cache_bytes,
+            "fingerprint": dataset.fingerprint(),
+        }
     kind = type(getattr(dataset, "source", dataset)).__name__  # of a torch Dataset, not of what is around it
     raise refusal(f"the data is an object of {kind}, and no function is known that makes it")
 
 
 def follow(recipe: Mapping[str, Any], arrays: Samples) -> Dataset:
-    """The dataset of a recipe. Files share one cache, as they do where they were opened."""
+    """The dataset of a recipe. Files share one cache, as they do where they were opened.
+
+    Raises:
+        UserError: a function gives other data here than where it was described.
+    """
     return _follow(recipe, arrays, {})
 
 
@@ -53,4 +63,10 @@ def _follow(recipe: Mapping[str, Any], arrays: Samples, caches: dict[int, BlockC
         return from_arrays({name: arrays[key] for name, key in recipe["arrays"].items()})
     if "parts" in recipe:
         return ConcatDataset([_follow(part, arrays, caches) for part in recipe["parts"]])
-    return open_dataset(resolve(recipe["function"]), recipe["fields"], recipe["cache"])
+    dataset = open_dataset(resolve(recipe["function"]), recipe["fields"], recipe["cache"])
+    if dataset.fingerprint() != recipe["fingerprint"]:
+        raise UserError(
+            "the data function gave a worker process other data than the rank",
+            "make it depend on its arguments only: seed a Generator inside it",
+        )
+    return dataset

@@ -63,6 +63,11 @@ def add(sample, rng, number, *, names):
     return {name: sample[name] + number for name in names}
 
 
+def drawn():
+    """Data that depends on more than arguments."""
+    return {"x": np.random.permutation(LENGTH)}
+
+
 class Squares:
     """A dataset of the user's own."""
 
@@ -114,6 +119,13 @@ def test_data_may_be_made_by_a_function(tmp_path: Path) -> None:
     data = open_dataset(functools.partial(Squares, LENGTH))
     for batch in take(2, 1, None, dataset=data):
         assert np.array_equal(np.concatenate([piece["x"] for piece in batch.micro_batches]), batch.sample_ids**2)
+
+
+def test_data_that_a_worker_makes_differently_is_refused() -> None:
+    np.random.seed(0)  # as a task may, which workers do not run
+    with pytest.raises(UserError, match="gave a worker process other data than the rank") as caught:
+        take(1, 1, None, dataset=open_dataset(drawn))
+    assert "seed a Generator inside it" in caught.value.fix
 
 
 def test_a_rank_without_samples_gets_empty_parts() -> None:
