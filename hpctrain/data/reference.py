@@ -31,15 +31,20 @@ def refer(function: Callable[..., Any], what: str) -> dict[str, Any]:
         bound = {"args": list(function.args), "keywords": dict(function.keywords)}
         if not _survives(bound):
             raise refusal(f"{what} has arguments that are not plain values: {function!r}")
-        return {**refer(function.func, what), **bound}
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+        inner = refer(function.func, what)
+        args, keywords = inner["args"] + bound["args"], inner["keywords"] | bound["keywords"]
+        return {**inner, "args": args, "keywords": keywords}
+    home, name = str(getattr(function, "__module__", None)), getattr(function, "__qualname__", "")
     try:
-        found = _attribute(sys.modules[module or ""], name)
+        module = sys.modules[home]
+        found = _attribute(module, name)
     except (AttributeError, KeyError):
         found = None
     if found is not function:
         raise refusal(f"{what} is {function!r}, which is not at the top level of a module")
-    return {"module": module, "file": _file_of(str(module)), "name": name, "args": [], "keywords": {}}
+    if home == "__main__" and module.__spec__ is not None:
+        home = module.__spec__.name  # started by `python -m`: relative imports need its name
+    return {"module": home, "file": _file_of(home, module), "name": name, "args": [], "keywords": {}}
 
 
 def resolve(reference: Mapping[str, Any]) -> Callable[..., Any]:
@@ -68,12 +73,12 @@ def _attribute(module: ModuleType, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), module)
 
 
-def _file_of(module: str) -> str | None:
+def _file_of(name: str, module: ModuleType) -> str | None:
     """The module's file where a new process would not find it under its name: the main program, a task's file."""
-    path = getattr(sys.modules.get(module), "__file__", None)
-    if not path or "." in module:
+    path = getattr(module, "__file__", None)
+    if not path or "." in name:
         return None
-    found = PathFinder.find_spec(module)
+    found = PathFinder.find_spec(name)
     return None if found is not None and found.origin == path else os.path.abspath(path)
 
 

@@ -63,6 +63,11 @@ def add(sample, rng, number, *, names):
     return {name: sample[name] + number for name in names}
 
 
+def add_three(name):
+    """A partial with attributes of its own, which CPython does not merge with one around it."""
+    return functools.update_wrapper(functools.partial(add, number=3, names=[name]), add)
+
+
 def drawn():
     """Data that depends on more than arguments."""
     return {"x": np.random.permutation(LENGTH)}
@@ -107,7 +112,14 @@ def test_results_do_not_depend_on_workers(workers: int) -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("transform", [functools.partial(add, number=3, names=["x"]), Scale.negate])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        functools.partial(add, number=3, names=["x"]),
+        functools.partial(add_three("y"), names=["x"]),
+        Scale.negate,
+    ],
+)
 def test_a_transform_may_have_arguments_or_stand_in_a_class(transform) -> None:
     for one, other in zip(take(3, 0, transform), take(3, 1, transform), strict=True):
         for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
@@ -239,6 +251,22 @@ def test_a_transform_may_stand_in_the_main_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18] False\n"
     assert not done.stderr
+
+
+@pytest.mark.parametrize("name", ["pkg", "pkg.train"])
+def test_a_transform_may_stand_in_a_main_program_within_a_package(tmp_path: Path, name: str) -> None:
+    """``python -m``: it may import its neighbours."""
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "neighbour.py").write_text("FACTOR = 2\n")
+    program = "from .neighbour import FACTOR\n" + PROGRAM.replace("* 2", "* FACTOR")
+    (package / ("__main__.py" if name == "pkg" else "train.py")).write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18] False\n"
 
 
 def test_a_transform_may_stand_in_a_file_that_is_named_as_a_known_module_is(
