@@ -128,9 +128,11 @@ def predict(
     assumed: Link | None = None,
     seed: int = 0,
 ) -> list[Prediction]:
-    """Steps at the given shapes, with bounds: the fit repeated on measurements drawn anew from those made (bootstrap),
-    widened by the worst misfit at a measured shape and, elsewhere, by MODEL_ERROR of the exchange. What no measurement
-    holds (slower switches further up, another algorithm of the MPI library) the bounds do not hold either.
+    """Steps at the given shapes, with bounds. Shapes that were measured keep their measured step.
+
+    The bounds are those of 200 fits to measurements drawn anew from those made (bootstrap), widened by the model's
+    worst misfit at measured shapes and by MODEL_ERROR of the exchange. What no measurement holds (slower switches further up,
+    another algorithm of the MPI library) the bounds do not hold either.
 
     Args:
         mode: whether work grows with the ranks.
@@ -153,15 +155,23 @@ def predict(
         )
         for _ in range(DRAWS)
     ]
-    base, measured = timings[0], [timing.shape for timing in timings]
-    misfit = max(abs(best.seconds(timing.shape) / timing.step_s - 1) for timing in timings)
+    base, measured = timings[0], {timing.shape: timing for timing in timings}
+    fullest = max(timing.shape.ranks_per_node for timing in timings)
+    meant = [timing for timing in timings if mode == "strong" or timing.shape.ranks_per_node == fullest]
+    misfit = max(abs(best.seconds(timing.shape) / timing.step_s - 1) for timing in meant)
     found = []
     for shape in shapes:
-        step, exchange = best.seconds(shape), best.exchange_s(shape)
-        spread = np.percentile([model.seconds(shape) for model in drawn], BAND)
+        if shape in measured:
+            timing = measured[shape]
+            step, exchange, spread = timing.step_s, float(timing.typical[EXCHANGE]), 0.0
+            draws = [_redraw(timing, generator).step_s for _ in range(DRAWS)]
+        else:
+            step, exchange, spread = best.seconds(shape), best.exchange_s(shape), misfit
+            draws = [model.seconds(shape) for model in drawn]
         error = 0.0 if shape in measured else MODEL_ERROR * exchange
-        low = max(float(min(step, spread[0])) / (1 + misfit) - error, 1e-9)
-        high = float(max(step, spread[1])) * (1 + misfit) + error
+        low_s, high_s = np.percentile(draws, BAND)
+        low = max(float(min(step, low_s)) / (1 + spread) - error, 1e-9)
+        high = float(max(step, high_s)) * (1 + spread) + error
         mid, most, least = (efficiency(mode, base.shape, base.step_s, shape, each) for each in (step, low, high))
         found.append(Prediction(shape, step, low, high, exchange, mid, least, most))
     return found
