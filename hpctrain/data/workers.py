@@ -50,6 +50,13 @@ class Worker:
     lines: io.BufferedReader
     slots: list[SharedMemory]
 
+    def set_up(self, line: bytes) -> None:
+        """Sends what it needs; waits until most of it is read where that is more than a socket's buffer holds."""
+        try:
+            self.channel.sendall(line)
+        except OSError as error:
+            raise self._death("started") from error
+
     def ask(self, slot: int, epoch: int, ids: Ids) -> None:
         """Lets it make these samples."""
         try:
@@ -64,21 +71,20 @@ class Worker:
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
-            raise self._death(ids)
+            raise self._death(f"made samples {ids[:4].tolist()}{' and others' if len(ids) > 4 else ''}")
         answer = json.loads(line)
         if "what" in answer:
             raise UserError(answer["what"], answer["fix"])
         return {name: array.copy() for name, array in views(answer["arrays"], self.slots[slot]).items()}
 
-    def _death(self, ids: Ids) -> RunFailed:
+    def _death(self, during: str) -> RunFailed:
         try:
             code = self.process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             code = 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        samples = f"samples {ids[:4].tolist()}{' and others' if len(ids) > 4 else ''}"
         return RunFailed(
-            f"data worker {self.index} (process {self.process.pid}) {how} while it made {samples}",
+            f"data worker {self.index} (process {self.process.pid}) {how} while it {during}",
             "where memory ran out, use fewer data.workers, a smaller batch, or less data.prefetch_batches",
         )
 
@@ -142,6 +148,7 @@ def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed:
 
     Raises:
         UserError: the dataset cannot be opened again elsewhere, or the transform cannot be imported.
+        RunFailed: a process died at once.
     """
     if os.environ.get(IN_WORKER):
         raise UserError(
@@ -159,7 +166,8 @@ def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed:
         line = json.dumps({**setup, "arrays": put(arrays, pool.payload)}).encode() + b"\n"
         for index in range(num_workers):
             pool.workers.append(start_worker(index, pool.payload))
-            pool.workers[-1].channel.sendall(line)
+        for worker in pool.workers:  # once all are starting, for each reads it only when it is up
+            worker.set_up(line)
     except BaseException:
         pool.close()
         raise

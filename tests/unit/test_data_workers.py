@@ -73,6 +73,10 @@ def drawn():
     return {"x": np.random.permutation(LENGTH)}
 
 
+def ignore_words(sample, rng, words):
+    return sample
+
+
 class Squares:
     """A dataset of the user's own."""
 
@@ -176,6 +180,28 @@ def test_an_error_names_the_sample() -> None:
 def test_a_death_is_reported(transform: object, how: str) -> None:
     with pytest.raises(RunFailed, match=rf"data worker \d \(process \d+\) {how} while it made samples \[\d+, "):
         take(20, 2, transform)
+
+
+LONG_SET_UP = functools.partial(ignore_words, words=["word"] * 200_000)
+"""More than a socket's buffer holds."""
+
+
+def test_a_death_before_the_set_up_is_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RunFailed, match=r"data worker 0 \(process \d+\) ended with exit code 1 while it started"):
+        take(1, 1, LONG_SET_UP)
+
+
+def test_workers_start_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ends unless the other has been started, too, before either reads its set-up."""
+    os.mkfifo(tmp_path / "meet")
+    meet = f"mkdir {tmp_path}/first 2> /dev/null && wait='cat meet' || wait='echo > meet'"
+    wait = f'(cd {tmp_path} && timeout 20 sh -c "$wait" > /dev/null) || exit 7'
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n{meet}\n{wait}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert len(take(3, 2, LONG_SET_UP)) == 3
 
 
 def test_signals_to_all_processes_do_not_end_workers() -> None:
