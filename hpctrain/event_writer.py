@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.run_dir import append_bytes, event_line
+from hpctrain.events import Event, encode
+from hpctrain.run_dir import append_bytes, event_now
 
 MOST_WAITING = 10_000
 """Events that are kept at most, some MiB; the oldest go first."""
@@ -32,9 +33,10 @@ class EventWriter:
         self.num_lost = 0
         self.has_warned = False
 
-    def append(self, event: str, step: int, **fields: Any) -> None:
-        """Writes an event, now or later; a ``time`` among the fields is that of the event."""
-        self.waiting.append(event_line(event, step, fields))
+    def append(self, event: str, step: int, **fields: Any) -> Event:
+        """Writes an event, now or later, and returns it; a ``time`` among the fields is that of the event."""
+        written = event_now(event, step, fields)
+        self.waiting.append(encode(written))
         if problem := self._write():
             if not self.has_warned:
                 self.has_warned = True
@@ -45,6 +47,7 @@ class EventWriter:
             if len(self.waiting) > MOST_WAITING:
                 self.waiting.popleft()
                 self.num_lost += 1
+        return written
 
     def close(self) -> None:
         """Tries once more, and says what is lost."""

@@ -195,9 +195,7 @@ class RunDir:
         Raises:
             RunFailed: it cannot be written (full disk).
         """
-        line = events.encode(
-            {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
-        )
+        line = events.encode(event_now(event, step, fields))
         try:
             if append_bytes(self.monitor_events, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -267,9 +265,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise _cannot_write(path, error) from error
 
 
-def event_line(event: str, step: int, fields: Mapping[str, Any]) -> bytes:
-    """An event of now and of this process's attempt, as a line of a file."""
-    return events.encode({"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields})
+def event_now(event: str, step: int, fields: Mapping[str, Any]) -> events.Event:
+    """An event of this process's attempt, and of now unless the fields tell its time."""
+    return {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
 
 
 def append_bytes(path: Path, lines: bytes) -> int:

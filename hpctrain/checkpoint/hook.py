@@ -49,7 +49,7 @@ class CheckpointHook(BaseHook):
         policy: Policy,
         config: CheckpointConfig,
         identity: Mapping[str, Any],
-        report: Callable[..., None],
+        report: Callable[..., object],
         fresh: bool = False,
     ) -> None:
         """
@@ -232,7 +232,7 @@ def checkpoint_hook(
     run_dir: RunDir,
     global_batch: int,
     fingerprint: str,
-    report: Callable[..., None],
+    report: Callable[..., object],
     fresh: bool = False,
 ) -> CheckpointHook:
     """The hook of a run.

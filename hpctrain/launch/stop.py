@@ -32,7 +32,7 @@ class StopRequests(BaseHook):
     its messages travelled during the step, so reading it does not wait.
     """
 
-    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[..., None]) -> None:
+    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[..., object]) -> None:
         """``report`` is called on rank 0 as report(event, step, **fields)."""
         self.signals = signals
         self.run_dir = run_dir

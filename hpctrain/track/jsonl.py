@@ -8,8 +8,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain import facts
-from hpctrain.events import Event
-from hpctrain.run_dir import current_attempt
 from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
@@ -142,11 +140,10 @@ class EventsHook(BaseHook):
         """To events.jsonl and to the sinks; on rank 0."""
         if trainer.world.rank != 0:
             return
-        self.writer.append(event, step, **fields)
-        line: Event = {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
+        written = self.writer.append(event, step, **fields)
         for sink in self.sinks:
             with suppress(OSError):  # a full disk, a closed pipe
-                sink.event(line)
+                sink.event(written)
 
 
 def reducer_name(framework: Any) -> str:

@@ -57,6 +57,11 @@ def test_events_wait_for_space_and_come_in_order(disk: Disk) -> None:
     assert "events.jsonl cannot be written: No space left on device; training goes on" in warning
 
 
+def test_the_event_is_returned_as_it_stands_in_the_file(disk: Disk) -> None:
+    told = EventWriter(disk.path, print).append("eval", 3, metrics={"accuracy": 0.5})
+    assert [told] == decode(disk.path.read_bytes())
+
+
 def test_what_is_lost_at_the_end_is_told_once(disk: Disk) -> None:
     said: list[str] = []
     writer = EventWriter(disk.path, said.append)
