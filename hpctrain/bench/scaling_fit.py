@@ -75,12 +75,6 @@ class ExchangeModel:
         inside = self.inside.seconds(shape.ranks_per_node, size) if self.inside else 0.0
         return inside + (self.between.seconds(shape.nodes, size) if self.between else 0.0)
 
-    def reaches(self, shape: Shape) -> bool:
-        """Whether the model knows all links that a shape uses."""
-        return (shape.nodes == 1 or self.between is not None) and (
-            shape.ranks_per_node == 1 or self.inside is not None or self.between is not None
-        )
-
 
 @dataclass(frozen=True)
 class Amdahl:

@@ -111,24 +111,3 @@ def slowed_processor(trace: Trace, rank: int, share: float, onset: int, end: int
     spent = trace.spent.copy()
     spent[rank, onset:end] *= 1 + share
     return replace(trace, spent=spent)
-
-
-def with_pauses(
-    trace: Trace, ranks: NDArray[np.int64] | list[int], seconds: float, every: float, rng: np.random.Generator
-) -> Trace:
-    """Garbage collection: each of these ranks pauses at random, on average every so many steps."""
-    spent = trace.spent.copy()
-    for rank in ranks:
-        hit = rng.random(trace.steps) < 1 / every
-        spent[rank, hit, Phase.FORWARD] += seconds
-        spent[rank, hit, GC] += seconds
-    return replace(trace, spent=spent)
-
-
-def with_varying_work(trace: Trace, rng: np.random.Generator, spread: float = 0.4) -> Trace:
-    """Sequences of different lengths: tokens, and with them forward and backward, vary by step and rank."""
-    tokens = rng.lognormal(0, spread, trace.work.shape)
-    spent = trace.spent.copy()
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        spent[:, :, phase] *= tokens
-    return replace(trace, spent=spent, work=1000 * tokens)

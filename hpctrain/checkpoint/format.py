@@ -16,7 +16,6 @@ FORMAT = "hpctrain-checkpoint"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{9,18})")
-SHARD_FILE = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.h5")
 TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
 MAX_NAME = 1000
 MAX_DIMENSIONS = 32

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.bench import straggler_traces as traces
 from hpctrain.monitor.judge import Judge
 from hpctrain.monitor.verdict import Kind, State, Verdict
-from hpctrain.monitor.window import CAUSES, Window
+from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.train.clock import Phase
 
 ACCUSING = (Kind.RANK, Kind.HOST, Kind.PAUSES)
@@ -33,6 +33,27 @@ class Outcome:
 
     def of(self, kind: Kind, state: State = State.CONFIRMED) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.kind is kind and verdict.state is state]
+
+
+def with_pauses(
+    trace: traces.Trace, ranks: list[int], seconds: float, every: float, rng: np.random.Generator
+) -> traces.Trace:
+    """Garbage collection: each of these ranks pauses at random, on average every so many steps."""
+    spent = trace.spent.copy()
+    for rank in ranks:
+        hit = rng.random(trace.steps) < 1 / every
+        spent[rank, hit, Phase.FORWARD] += seconds
+        spent[rank, hit, GC] += seconds
+    return replace(trace, spent=spent)
+
+
+def with_varying_work(trace: traces.Trace, rng: np.random.Generator, spread: float = 0.4) -> traces.Trace:
+    """Sequences of different lengths: tokens, and with them forward and backward, vary by step and rank."""
+    tokens = rng.lognormal(0, spread, trace.work.shape)
+    spent = trace.spent.copy()
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        spent[:, :, phase] *= tokens
+    return replace(trace, spent=spent, work=1000 * tokens)
 
 
 def judged(trace: traces.Trace, hosts: list[str] | None = None, change=None) -> Outcome:  # type: ignore[no-untyped-def]
@@ -101,14 +122,14 @@ def test_a_blip_of_three_steps_accuses_nobody(start: int, size: float) -> None:
 
 def test_rotating_collection_pauses_are_named_without_blame() -> None:
     rng = np.random.default_rng(5)
-    outcome = judged(traces.with_pauses(healthy(5, steps=1280, blips=0), list(range(8)), 0.25, 40, rng))
+    outcome = judged(with_pauses(healthy(5, steps=1280, blips=0), list(range(8)), 0.25, 40, rng))
     assert outcome.accused == set()
     assert [verdict.cause for verdict in outcome.of(Kind.ROTATING)] == ["gc"]
 
 
 def test_one_ranks_pauses_are_its_own() -> None:
     rng = np.random.default_rng(6)
-    outcome = judged(traces.with_pauses(healthy(6, steps=1280, blips=0), [4], 0.3, 12, rng))
+    outcome = judged(with_pauses(healthy(6, steps=1280, blips=0), [4], 0.3, 12, rng))
     assert outcome.accused == {4}
     assert outcome.of(Kind.PAUSES)[0].cause == "gc"
 
@@ -139,14 +160,14 @@ def test_checkpoints_on_one_rank_in_few_steps_are_called_checkpoint() -> None:
 
 def test_varying_work_is_called_imbalance() -> None:
     rng = np.random.default_rng(8)
-    outcome = judged(traces.with_varying_work(healthy(8, blips=0), rng))
+    outcome = judged(with_varying_work(healthy(8, blips=0), rng))
     assert outcome.accused == set()
     assert outcome.of(Kind.IMBALANCE)
 
 
 def test_a_slow_rank_among_varying_work_is_found() -> None:
     rng = np.random.default_rng(9)
-    trace = traces.with_varying_work(healthy(9, blips=0), rng)
+    trace = with_varying_work(healthy(9, blips=0), rng)
     assert judged(traces.slowed(trace, 3, Phase.DATA, 0.4, 200)).accused == {3}
 
 
@@ -213,7 +234,7 @@ def test_a_host_of_two_that_becomes_slow_is_named() -> None:
 
 def test_two_ranks_that_pause_are_both_named() -> None:
     rng = np.random.default_rng(20)
-    outcome = judged(traces.with_pauses(healthy(20, steps=1600, blips=0), [1, 6], 0.4, 15, rng))
+    outcome = judged(with_pauses(healthy(20, steps=1600, blips=0), [1, 6], 0.4, 15, rng))
     assert outcome.accused == {1, 6}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
 
 from hpctrain.errors import UserError
 
@@ -29,11 +28,6 @@ def shell_word(value: str) -> str:
     if "\0" in value:
         raise UserError(f"{value!r} contains a NUL character", "remove it")
     return shlex.quote(value)
-
-
-def shell_words(values: Iterable[str]) -> str:
-    """Words of a command line."""
-    return " ".join(shell_word(value) for value in values)
 
 
 def variable(name: str, key: str) -> str:
