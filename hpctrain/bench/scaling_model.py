@@ -131,8 +131,8 @@ def predict(
     """Steps at the given shapes, with bounds. Shapes that were measured keep their measured step.
 
     The bounds are those of 200 fits to measurements drawn anew from those made (bootstrap), widened by the model's
-    worst misfit at measured shapes and by MODEL_ERROR of the exchange. What no measurement holds (slower switches further up,
-    another algorithm of the MPI library) the bounds do not hold either.
+    worst misfit at measured shapes and by MODEL_ERROR of the exchange. What no measurement holds (slower switches
+    further up, another algorithm of the MPI library) the bounds do not hold either.
 
     Args:
         mode: whether work grows with the ranks.
