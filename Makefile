@@ -32,6 +32,7 @@ torture: setup-dev
 
 bench: setup-dev
 	for name in step reduce data checkpoint straggler; do $(BIN)/hpctrain bench $$name || exit; done
+	$(BIN)/hpctrain bench scaling examples/chartext.yaml --ranks 1,2 --output "$$(mktemp -d)"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
