@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hpctrain.launch.slurm import client, requeue
 from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, record
-from hpctrain.launch.slurm.supervise import amend, by_person, in_view_of
+from hpctrain.launch.slurm.supervise import LEAVE_S, amend, await_end, by_person, in_view_of
 from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.verdict import Action, Verdict
 from hpctrain.run_dir import RunDir
@@ -182,6 +183,12 @@ def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     skip_steps(3)
     steps = (tmp_path / "steps").read_text().splitlines()
     assert len(steps) == 3 and all("--mpi=none" in step and step.endswith(" true") for step in steps)
+
+
+def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
+    began = time.monotonic()
+    await_end(parent=-1)
+    assert time.monotonic() - began < LEAVE_S / 2
 
 
 def test_a_site_that_forbids_requeue(

@@ -31,6 +31,7 @@ PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEM
 
 LEAVE_S = 60.0
 """Seconds that Slurm has to end this process after a requeue."""
+LOOK_S = 0.2
 
 
 def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = False) -> int:
@@ -39,7 +40,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     Raises:
         UserError: not in a Slurm job, a wrong run file, or ranks that do not find each other.
     """
-    job = current()
+    job, parent = current(), os.getppid()
     if job is None:
         raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
     config = load(run_file, overrides)
@@ -61,9 +62,9 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         amend(run_dir, final)
     report(final, run_dir)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
-        time.sleep(LEAVE_S)
+        await_end(parent)
         return final.exit_code
-    return follow(final, config, run_dir, job)
+    return follow(final, config, run_dir, job, parent)
 
 
 def by_person(number: int, job: Job) -> bool:
@@ -135,7 +136,7 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     )
 
 
-def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
+def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
     """Requeues where the verdict says so and the site allows it; the exit code of the job."""
     if verdict.action is not Action.REQUEUE:
         requeue.end_chain(run_dir, job)
@@ -155,9 +156,18 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> int:
         return verdict.exit_code
     say("requeued" if restarts else "submitted again, without the hosts that the monitor excludes")
     if restarts:
-        # Slurm ends this process now. Leaving before would have the job counted as ended.
-        time.sleep(LEAVE_S)
+        await_end(parent)
     return verdict.exit_code
+
+
+def await_end(parent: int) -> None:
+    """Waits for Slurm to end this process after a requeue: leaving before would have the job counted as ended.
+
+    ``parent`` is Slurm's daemon of the batch script; where that has died, nobody ends us.
+    """
+    end = time.monotonic() + LEAVE_S
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(LOOK_S)
 
 
 def amend(run_dir: RunDir, verdict: Verdict) -> None:
