@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,7 +205,7 @@ def parse_link(words: str | None) -> Link | None:
         gbit, microseconds = map(float, words.split(","))
     except ValueError:
         gbit = microseconds = 0.0
-    if gbit <= 0 or microseconds < 0:
+    if not (0 < gbit < math.inf and 0 <= microseconds < math.inf):
         raise UserError(f"--link {words}", "give Gbit/s and microseconds, such as 100,2")
     return Link(microseconds * 1e-6, 8e-9 / gbit)
 

@@ -153,7 +153,7 @@ def _training(
 def _exchanging(config: Config, name: str, shape: Shape, output: Path) -> Config:
     """A plain command in place of training."""
     out = output / name / EXCHANGE_FILE
-    python = "python" if config.launch.slurm.wrap else sys.executable  # an image brings its own
+    python = "python3" if config.launch.slurm.wrap else sys.executable  # an image brings its own
     command = (python, "-m", "hpctrain.bench.scaling_exchange", "--out", str(out))
     launch = dataclasses.replace(_placed(config, shape), command=command)
     return dataclasses.replace(

@@ -92,10 +92,11 @@ class Attempt:
     def run(self) -> tuple[Verdict, list[LastWord]]:
         """Starts the ranks, watches until all are gone, and decides."""
         self.watch()
-        text = self.launcher_text() + (self.passing.text if self.passing is not None else "")
+        text = self.launcher_text()
+        banner = self.passing.text if self.passing is not None else ""  # MPICH tells of deaths on its standard output
         told = collect(self.run_dir, self.number)
         first = died_first(self.run_dir, self.number, told)
-        deaths = launchers.deaths(text, first) if self.failure is None else []
+        deaths = launchers.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
         attempts = [*self.run_dir.attempts()]
         if attempts:

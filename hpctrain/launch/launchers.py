@@ -47,8 +47,8 @@ SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
 GAVE_UP = "Timed out waiting for job step to complete"
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
-    r"NODE.?FAIL|[Nn]ode failure|has\s+lost\s+communication\s+with"
-    r"|daemon\s+has\s+(?:died|failed)|lost\s+connection\s+to"
+    r"DUE TO NODE.?FAIL|srun: error: .*[Nn]ode failure"
+    r"|has\s+lost\s+communication\s+with\s+a\s+remote\s+daemon|daemon\s+has\s+(?:died|failed)"
 )
 
 

@@ -16,6 +16,9 @@ from hpctrain.launch.verdict import NODE, Action, Verdict
 from hpctrain.monitor import deaths
 from hpctrain.run_dir import RunDir
 
+FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
+"""Of errors that come again in every attempt."""
+
 
 def complete(word: LastWord, seen: Sequence[launchers.Death], words: Sequence[LastWord]) -> LastWord:
     """Says for a rank that could not how it ended, as far as can be told."""
@@ -86,6 +89,8 @@ def missing_ranks(
 
     ``hosts`` are those of ranks, as far as they are known beforehand.
     """
+    if any(word.ending is Ending.FAILED and word.exit_code in FINAL for word in words):
+        return None  # the run's own mistake, whatever else happened
     if launchers.lost_a_node(text):
         what = f"a node was lost: {last_line(text)}"
         return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause=NODE)

@@ -76,6 +76,7 @@ def test_a_lost_node_is_told_from_a_dead_rank():
     assert lost_a_node("slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***")
     assert lost_a_node("PRTE has lost communication with a remote daemon.")
     assert not lost_a_node(OPEN_MPI_5 + HYDRA)
+    assert not lost_a_node("lost connection to the tracking server; a node failure?")  # a rank's own words
 
 
 def test_ranks_that_srun_could_not_start():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.errors import ExitCode
 from hpctrain.launch.last_words import Ending, LastWord
 from hpctrain.launch.postmortem import died_first, missing_ranks
 from hpctrain.launch.verdict import NODE
@@ -50,6 +51,14 @@ def test_a_lost_node_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> 
     assert verdict is not None
     assert (verdict.rank, verdict.host, verdict.cause) == (2, "n2", NODE)
     assert "n2 was lost" in verdict.reason and "ranks 2, 3" in verdict.reason
+
+
+def test_the_runs_own_mistake_is_not_hidden_by_a_lost_node(tmp_path: Path) -> None:
+    failed = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0, exit_code=ExitCode.USER_ERROR)
+    text = "PRTE has lost communication with a remote daemon.\n"
+    assert missing_ranks([failed], 2, text, tmp_path / "log", {}) is None
+    lost = missing_ranks([], 2, text, tmp_path / "log", {})
+    assert lost is not None and lost.cause == NODE
 
 
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:

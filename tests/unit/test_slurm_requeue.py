@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from hpctrain.config import Config, LaunchConfig, SlurmConfig
-from hpctrain.errors import ExitCode, NoRequeue, UserError
+from hpctrain.errors import ExitCode, NoRequeue, RunFailed, UserError
 from hpctrain.launch.last_words import merge
 from hpctrain.launch.slurm import client, requeue
 from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
-from hpctrain.launch.slurm.submission import Submitted, record
+from hpctrain.launch.slurm.submission import Submitted, record, submissions
 from hpctrain.launch.slurm.supervise import LEAVE_S, amend, await_end, by_person, in_view_of
 from hpctrain.launch.slurm.who_ends import Who, who_ends
-from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.launch.verdict import NODE, Action, Verdict
 from hpctrain.run_dir import RunDir
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
@@ -89,6 +89,29 @@ def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: 
     final = in_view_of(who, KILLED, None)
     assert final.exit_code is ExitCode.STOPPED and final.rank is None
     assert KILLED.reason in final.reason
+
+
+def test_a_lost_node_stays_the_cause_where_slurm_requeues_for_it() -> None:
+    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", cause=NODE)
+    final = in_view_of(Who.REQUEUE, lost, None)
+    assert unclean([{"job": "4", "verdict": final.to_json()}], "4") == 1
+
+
+def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise RunFailed("scancel did not answer within 60 s", "try again")
+
+    monkeypatch.setattr(client, "cancel", silent)
+    requeue.take_out(["5"])
+
+
+def test_a_torn_line_hides_no_other_job(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record(run, Submitted("1", 1.0, "/"))
+    with open(tmp_path / "jobs.jsonl", "a") as file:
+        file.write('{"job": "2", "ti')
+    record(run, Submitted("3", 3.0, "/"))
+    assert [each.job for each in submissions(run)] == ["1", "3"]
 
 
 def attempts(*jobs: str) -> list[dict[str, Any]]:

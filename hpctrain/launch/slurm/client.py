@@ -144,7 +144,10 @@ def parse_fields(text: str) -> dict[str, str]:
 def mpi_types() -> list[str]:
     """What ``srun --mpi`` takes here."""
     words = [find("srun"), "--mpi=list"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"srun did not answer within {TIMEOUT_S:.0f} s", "try again when Slurm answers") from error
     return parse_mpi_types(done.stdout + done.stderr)
 
 

@@ -95,7 +95,7 @@ def unclean(attempts: Sequence[Mapping[str, Any]], job: str) -> int:
     """Earlier attempts of this job after which something of its steps may lie around on a node."""
     clean = (ExitCode.DONE, ExitCode.STOPPED)
     ours = [dict(attempt.get("verdict") or {}) for attempt in attempts if attempt.get("job") == job]
-    return sum(verdict.get("exit_code") not in clean for verdict in ours)
+    return sum(verdict.get("exit_code") not in clean or verdict.get("cause") is not None for verdict in ours)
 
 
 def skip_steps(number: int) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.config import Config
-from hpctrain.errors import NoRequeue, UserError
+from hpctrain.errors import HpctrainError, NoRequeue, UserError
 from hpctrain.launch.slurm import client
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, record, submissions
 from hpctrain.launch.slurm.who_ends import Who, who_ends
+from hpctrain.launch.supervisor import say
 from hpctrain.monitor.exclude import excluded
 from hpctrain.run_dir import RunDir
 
@@ -65,4 +66,12 @@ def end_chain(run: RunDir, job: Job) -> None:
     jobs = [each.job for each in submissions(run)]
     later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
     if later:
-        client.cancel(later, pending_only=True)
+        take_out(later, pending_only=True)
+
+
+def take_out(jobs: Sequence[str], pending_only: bool = False) -> None:
+    """Cancels jobs that have nothing left to do; what has become of the run does not change where Slurm is silent."""
+    try:
+        client.cancel(jobs, pending_only=pending_only)
+    except HpctrainError as error:
+        say(str(error))

@@ -81,13 +81,25 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def pack(prefix: Path, archive: Path) -> None:
-    """One file of a Python environment, made once: nodes then read one large file, not very many small ones."""
+    """One file of a Python environment, made once: nodes then read one large file, not very many small ones.
+
+    Raises:
+        UserError: it cannot be written, or something in the environment cannot be read.
+    """
     if archive.exists() and archive.stat().st_mtime > (prefix / "pyvenv.cfg").stat().st_mtime:
         return
     temporary = archive.with_suffix(f".{os.getpid()}")
-    with tarfile.open(temporary, "w") as tar:
-        tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
-    os.replace(temporary, archive)
+    try:
+        with tarfile.open(temporary, "w") as tar:
+            tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
+        os.replace(temporary, archive)
+    except OSError as error:
+        raise UserError(
+            f"cannot pack {prefix} into {archive}: {error.strerror}",
+            "free space, or leave out launch.stage_environment",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:

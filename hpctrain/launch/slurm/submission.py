@@ -16,10 +16,10 @@ from pathlib import Path
 
 from hpctrain.config import Config
 from hpctrain.config_file import dump, load
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.slurm import client, profile
 from hpctrain.launch.slurm.render import job_script, portable_script, render, signal_seconds
-from hpctrain.run_dir import RunDir, write_atomically
+from hpctrain.run_dir import RunDir, append_bytes, write_atomically
 
 ALIVE = (
     *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
@@ -158,9 +158,19 @@ def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str 
 
 
 def record(run: RunDir, submitted: Submitted) -> None:
-    """Appends to jobs.jsonl."""
-    with open(run.path / "jobs.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(dataclasses.asdict(submitted)) + "\n")
+    """Appends to jobs.jsonl. Raises RunFailed where it cannot: then nobody else knows of the job."""
+    path = run.path / "jobs.jsonl"
+    line = json.dumps(dataclasses.asdict(submitted)).encode() + b"\n"
+    try:
+        if append_bytes(path, line) == len(line):
+            return
+        why = "no space left on device"
+    except OSError as error:
+        why = str(error.strerror)
+    raise RunFailed(
+        f"job {submitted.job} was submitted, but {path} cannot be written: {why}",
+        f"free space; scancel {submitted.job} ends the job",
+    )
 
 
 def submissions(run: RunDir) -> list[Submitted]:
@@ -169,7 +179,15 @@ def submissions(run: RunDir) -> list[Submitted]:
         lines = (run.path / "jobs.jsonl").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    return [Submitted(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
+    return [found for found in map(_submitted, lines) if found]
+
+
+def _submitted(line: str) -> Submitted | None:
+    """None for a line that a full disk tore."""
+    try:
+        return Submitted(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
 
 
 def alive(run: RunDir) -> list[client.QueueEntry]:
