@@ -104,7 +104,7 @@ class Attempt:
         failure = self.failure
         if not all_ended_well(words, self.launch.ranks):
             log = self.run_dir.log("launcher", self.number)
-            missing = missing_ranks(words, self.launch.ranks, text, log, self.launch.hosts)
+            missing = missing_ranks(words, self.launch.ranks, text, banner, log, self.launch.hosts)
             failure = hang(self.run_dir, self.number) or failure or missing
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
 

@@ -83,11 +83,12 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:
 
 
 def missing_ranks(
-    words: Sequence[LastWord], ranks: int, text: str, log: Path, hosts: Mapping[int, str]
+    words: Sequence[LastWord], ranks: int, text: str, banner: str, log: Path, hosts: Mapping[int, str]
 ) -> Verdict | None:
     """What befell ranks that could not tell: a node, or no start at all; from the launcher's text, kept in ``log``.
 
-    ``hosts`` are those of ranks, as far as they are known beforehand.
+    ``banner`` ends with what MPICH's launcher says of deaths, after what rank 0 printed. ``hosts`` are those of ranks,
+    as far as they are known beforehand.
     """
     if any(word.ending is Ending.FAILED and word.exit_code in FINAL for word in words):
         return None  # the run's own mistake, whatever else happened
@@ -104,8 +105,8 @@ def missing_ranks(
     if any(word.ending in (Ending.FAILED, Ending.KILLED) for word in words) or len(known) == ranks:
         return None
     missing = sorted(set(range(ranks)) - known)
-    dead = next((death for death in launchers.deaths(text) if death.rank in missing), None)
-    told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text)
+    dead = next((death for death in launchers.deaths(text + banner) if death.rank in missing), None)
+    told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text) or last_line(banner)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nobody says'}"
     return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, f"see {log}", dead.rank if dead else None, cause="vanished")
 

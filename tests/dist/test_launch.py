@@ -93,15 +93,15 @@ def ask_by_term(child, folder: Path) -> None:
     child.send_signal(signal.SIGTERM)
 
 
-def ask_by_file(child, folder: Path) -> None:
-    (folder / "run" / "STOP").touch()
+def ask_by_command(child, folder: Path) -> None:
+    hpctrain("stop", folder / "run")
 
 
 def ask_one_rank(child, folder: Path) -> None:
     ranks_of(child.pid)[-1].send_signal(signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("ask", [ask_by_signal, ask_by_term, ask_by_file, ask_one_rank])
+@pytest.mark.parametrize("ask", [ask_by_signal, ask_by_term, ask_by_command, ask_one_rank])
 def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path, ask):
     path = misbehaving_run(tmp_path, **LONG)
     with started("run", "-n", 2, path, env=SLOWLY) as child:

@@ -38,7 +38,7 @@ SRUN = "srun: error: task 2 launch failed: Unspecified error\nsrun: error: n1: t
 def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
     tmp_path: Path, hosts: dict[int, str], host: str | None, where: str
 ) -> None:
-    verdict = missing_ranks([], 4, SRUN, tmp_path / "log", hosts)
+    verdict = missing_ranks([], 4, SRUN, "", tmp_path / "log", hosts)
     assert verdict is not None
     assert (verdict.rank, verdict.host, verdict.cause) == (2, host, NODE)
     assert verdict.reason == f"rank 2 could not be started{where}: Slurm says 'Unspecified error'"
@@ -47,7 +47,7 @@ def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
 def test_a_lost_node_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> None:
     text = "srun: error: n1: tasks 0-1: Killed\nsrun: error: Timed out waiting for job step to complete\n"
     words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
-    verdict = missing_ranks(words, 4, text, tmp_path / "log", {})
+    verdict = missing_ranks(words, 4, text, "", tmp_path / "log", {})
     assert verdict is not None
     assert (verdict.rank, verdict.host, verdict.cause) == (2, "n2", NODE)
     assert "n2 was lost" in verdict.reason and "ranks 2, 3" in verdict.reason
@@ -56,8 +56,8 @@ def test_a_lost_node_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> 
 def test_the_runs_own_mistake_is_not_hidden_by_a_lost_node(tmp_path: Path) -> None:
     failed = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0, exit_code=ExitCode.USER_ERROR)
     text = "PRTE has lost communication with a remote daemon.\n"
-    assert missing_ranks([failed], 2, text, tmp_path / "log", {}) is None
-    lost = missing_ranks([], 2, text, tmp_path / "log", {})
+    assert missing_ranks([failed], 2, text, "", tmp_path / "log", {}) is None
+    lost = missing_ranks([], 2, text, "", tmp_path / "log", {})
     assert lost is not None and lost.cause == NODE
 
 

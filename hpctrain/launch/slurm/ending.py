@@ -7,18 +7,25 @@ import getpass
 import socket
 
 from hpctrain.errors import ExitCode
+from hpctrain.launch import live_lock
 from hpctrain.launch.slurm import client, submission
 from hpctrain.launch.slurm.commands import show
+from hpctrain.run_dir import RunDir
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 """States of jobs that have nothing to save."""
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Asks a running job to save and stop; a waiting one is taken out of the queue."""
-    client.find("scancel")
+    """Asks a running job to save and stop, or a run without one; a waiting job is taken out of the queue."""
     said, text = [], []
     for run in submission.runs(args.target):
+        if runs_without_job(run):
+            run.request_stop(requester())
+            text.append(f"{run.path}: asked the run to save a checkpoint and stop")
+            said.append({"run": str(run.path), "asked": [], "cancelled": []})
+            continue
+        client.find("scancel")
         entries = submission.alive(run)
         waiting = [entry.id for entry in entries if entry.state in WAITING]
         running = [entry.id for entry in entries if entry.state not in WAITING]
@@ -26,11 +33,24 @@ def stop(args: argparse.Namespace) -> int:
             client.cancel(waiting)
             text.append(f"{run.path}: took job {', '.join(waiting)} out of the queue")
         if running:
-            run.request_stop(f"{getpass.getuser()}@{socket.gethostname()}")
+            run.request_stop(requester())
             text.append(f"{run.path}: asked job {', '.join(running)} to save a checkpoint and stop")
         said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
     show(args, said, text or ["no job runs or waits"])
     return ExitCode.DONE
+
+
+def runs_without_job(run: RunDir) -> bool:
+    """Whether ``hpctrain run`` or ``train`` works on the folder."""
+    holder = live_lock.read(run.lock_file)
+    if holder is None or holder.job is not None:
+        return False
+    return live_lock.is_live(holder, live_lock.silence_s(run.lock_file), live_lock.myself())
+
+
+def requester() -> str:
+    """Who asks, for the STOP file."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def cancel(args: argparse.Namespace) -> int:
