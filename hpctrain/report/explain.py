@@ -131,7 +131,7 @@ PATTERNS: Sequence[tuple[str, str, str]] = (
     ("nan", r"is not finite", "The loss became NaN or infinite"),
     (
         "singletons",
-        r"launcher started \d+ ranks but MPI sees|ranks do not find each other",
+        r"launcher started \d+ ranks but MPI sees|ranks do not find each other|believe to be alone",
         "The ranks did not find each other",
     ),
     ("disk_full", r"No space left|Disk quota|File too large", "A disk was full"),
@@ -139,6 +139,8 @@ PATTERNS: Sequence[tuple[str, str, str]] = (
     ("horovod", r"Horovod (is not installed|and mpi4py)|horovod\.\w+ cannot be", "Horovod cannot be used"),
     ("out_of_memory", r"out of memory|OutOfMemory|MemoryError|Cannot allocate", "Memory ran out"),
     ("in_use", r"in use by another live run|replaced by attempt", "Another live run holds the run folder"),
+    ("read_only", r"Read-only file system", "A file system cannot be written"),
+    ("preflight", r"^preflight: ", "The job's own checks before the start found a fault"),
 )
 """Cause, what its error says, and the sentence for it; the first match counts."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,20 @@ class Run:
     def watch(self) -> dict[str, Any]:
         """What ``hpctrain watch --json`` says of the run."""
         return dict(json.loads(self.hpctrain("watch", self.folder, "--json").stdout))
+
+    def cause(self, attempt: int = 1) -> str:
+        """What ``hpctrain explain`` would have called the cause right after an attempt: on what was there then."""
+        then = self.folder.with_name(f"after-{attempt}")
+        shutil.copytree(self.folder, then)
+        info = json.loads((then / "run.json").read_text())
+        info["attempts"] = [each for each in info["attempts"] if each["attempt"] <= attempt]
+        (then / "run.json").write_text(json.dumps(info))
+        for path in (then / "events.jsonl", then / "monitor" / "events.jsonl"):
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            path.write_text("".join(line for line in lines if json.loads(line)["attempt"] <= attempt))
+        for later in range(attempt + 1, 20):
+            (then / "ranks" / f"{later}.json").unlink(missing_ok=True)
+        return str(json.loads(self.hpctrain("explain", then, "--json").stdout)["cause"])
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of one name."""

@@ -41,6 +41,7 @@ def assert_lost(run: Run, host: str) -> None:
     """The first attempt ended since a node was lost, whatever its end did to the ranks elsewhere."""
     verdict = first_verdict(run)
     assert (verdict["host"], verdict["cause"]) == (host, "node"), f"{verdict}\n{run.log()}"
+    assert run.cause() == "node"
     assert run.verdicts() == ["requeue", "done"], run.log()
 
 
@@ -54,6 +55,7 @@ def test_an_error_that_comes_back_ends_the_run(train: Callable[..., Run]) -> Non
     assert "the loss went through the roof" in last["reason"]
     assert "the loss went through the roof" in run.hpctrain("logs", run.folder, "--first-error").stdout
     assert "attempts in a row failed" in run.status()["progress"]["ended"]
+    assert (run.cause(1), run.cause(2)) == ("exception", "no_progress")
 
 
 def test_requeues_have_a_cap_that_counts_those_by_hand(new_run: Callable[..., Run]) -> None:
@@ -74,6 +76,7 @@ def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
     run.wait(job, "FAILED", timeout=90)
     verdict = first_verdict(run)
     assert verdict["rank"] == 1 and verdict["host"] == "n1", verdict
+    assert run.cause() == "vanished"
 
 
 def test_a_hanging_rank_ends_the_attempt(train: Callable[..., Run]) -> None:
@@ -82,6 +85,7 @@ def test_a_hanging_rank_ends_the_attempt(train: Callable[..., Run]) -> None:
     run.wait(job, "FAILED", timeout=90)
     hang = run.events("hang")[0]
     assert [rank["rank"] for rank in hang["ranks"]] == [3], hang
+    assert run.cause() == "hang"
 
 
 def test_a_step_whose_daemon_dies_ends_the_attempt(train: Callable[..., Run], undisturbed: str) -> None:
@@ -136,6 +140,7 @@ def test_the_wrong_mpi_type_is_caught_before_the_ranks_start(train: Callable[...
     assert verdict["exit_code"] == 64
     assert "each believe to be alone" in str(verdict["reason"]) and "launch.slurm.mpi: pmix" in str(verdict["fix"])
     assert not run.events("run_started")
+    assert run.cause() == "singletons"
 
 
 def test_another_launcher_takes_over_where_srun_does_not_fit(train: Callable[..., Run]) -> None:
@@ -157,6 +162,7 @@ def test_a_read_only_scratch_is_named(train: Callable[..., Run], cluster: Cluste
     verdict = first_verdict(run)
     assert "scratch of n2 cannot be written" in str(verdict["reason"]) and "Read-only" in str(verdict["reason"])
     assert "--exclude n2" in str(verdict["fix"])
+    assert run.cause() == "read_only"
 
 
 def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_node: None) -> None:
@@ -165,6 +171,7 @@ def test_an_out_of_memory_kill_is_called_one(train: Callable[..., Run], small_no
     run.wait(job, "FAILED", timeout=90)
     verdict = first_verdict(run)
     assert (verdict["cause"], verdict["rank"]) == ("out_of_memory", 1), f"{verdict}\n{run.log()}"
+    assert run.cause() == "out_of_memory"
 
 
 def test_without_slurm_one_sentence(cluster: Cluster, tmp_path: Path) -> None:

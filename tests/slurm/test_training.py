@@ -111,6 +111,7 @@ def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturb
     assert run.computed() == list(range(1, STEPS + 1)), "each step is computed once"
     assert run.weights() == undisturbed
     assert [event["by"] for event in run.events("stop_requested")] == ["signal SIGUSR1"] * 2
+    assert (run.cause(1), run.cause(3)) == ("time_limit", "completed")
 
 
 def test_time_limit_without_a_signal_resumes(unsignalled_run: SideRun, undisturbed: str) -> None:
