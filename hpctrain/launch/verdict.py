@@ -181,7 +181,8 @@ def _blame_death(word: LastWord) -> Verdict:
     memory = word.note is not None and "memory" in word.note
     fix = "ask for more memory, or lower the batch, the prefetch or the workers" if memory else "see the rank's log"
     reason = f"rank {word.rank} on {word.host} {word.note or 'died'}"
-    return _failure(reason, fix, "out_of_memory" if memory else "killed", word)
+    by_signal = word.exit_code is not None and word.exit_code > 128
+    return _failure(reason, fix, "out_of_memory" if memory else "killed" if by_signal else "vanished", word)
 
 
 def _blame_error(failed: Sequence[LastWord]) -> Verdict:

@@ -107,8 +107,8 @@ class Chief:
         """Takes in one report."""
         fields = message.fields
         if message.kind == "window":
-            self.add(window_of(message))
-        elif message.kind == "beat":
+            return self.add(window_of(message))
+        if message.kind == "beat":
             self.beats[fields["node"]] = (now, [Beat(*beat) for beat in fields["beats"]])
             self.dropped[fields["node"]] = fields["dropped"]
             self.first_step = max(self.first_step, fields["first_step"])
@@ -151,28 +151,32 @@ class Chief:
 
     # windows
 
-    def add(self, part: window.Window) -> None:
+    def add(self, part: window.Window) -> list[Command]:
         """Adds one node's part of a window, and judges the window when it is complete or too old."""
         if part.index <= self.judged:
-            return
+            return []
         parts, ranks = self.pending.get(part.index, ([], 0))
         parts.append(part)
         self.pending[part.index] = parts, ranks + len(part.ranks)
         last = part.index if ranks + len(part.ranks) == len(self.hosts) else -1
+        commands = []
         while self.pending and (min(self.pending) <= last or len(self.pending) > PENDING_WINDOWS):
             self.judged = min(self.pending)
             parts, ranks = self.pending.pop(self.judged)
             if 2 * ranks >= len(self.hosts):
-                self.decide(window.join(parts))
+                commands += self.decide(window.join(parts))
+        return commands
 
-    def decide(self, now: window.Window) -> None:
-        """Judges one window and tells what it changed."""
+    def decide(self, now: window.Window) -> list[Command]:
+        """Judges one window and tells what it changed; has a look taken at the hosts of those that are suspected."""
         verdicts = self.judge.judge(now)
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
         self.suspects.clear()
         for verdict in verdicts:
             self.tell(self.with_evidence(verdict))
+        suspected = {self.nodes[rank] for verdict in verdicts for rank in verdict.ranks if verdict.state is State.SUSPECT}
+        return [Command(node, Message("look")) for node in sorted(suspected)]
 
     def with_evidence(self, verdict: Verdict) -> Verdict:
         """Adds what the counters of the named ranks' hosts say."""

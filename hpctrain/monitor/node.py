@@ -37,6 +37,8 @@ from hpctrain.monitor.wire import Message
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
+SHORTEST_READING_S = 0.5
+"""Seconds between two readings of a host on which a rank is suspected."""
 RIVALS_S = 30.0
 """Seconds between searches for other processes."""
 
@@ -170,6 +172,8 @@ class Node:
         """Does what the first node's agent asks."""
         if command.kind == "kill":
             self.kill()
+        if command.kind == "look" and self.reading is not None:
+            self.next_reading = min(self.next_reading, self.reading.time + SHORTEST_READING_S)
         if command.kind != "dump":
             return []
         heads = self.reader.heads()

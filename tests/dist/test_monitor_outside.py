@@ -33,6 +33,7 @@ def victim_of(folder: Path, over: threading.Event) -> int | None:
     while step_of(folder) < 120:
         if over.wait(0.05):
             return None
+    (folder / "disturbed").write_text(str(time.time()))
     return int((folder / "pid-1").read_text())
 
 
@@ -70,17 +71,34 @@ def disturbed(how: Callable[[Path, threading.Event], None], folder: Path) -> Ite
         thread.join()
 
 
+def accused(
+    mpirun: Callable[..., Any], how: Callable[[Path, threading.Event], None], home: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Accusations, and all that was confirmed, in a run in which nobody was accused before rank 1 was disturbed.
+
+    On a machine that others use too a processor may be slow from the start: such a run tells nothing.
+    """
+    for attempt in range(3):
+        folder = home / str(attempt)
+        folder.mkdir()
+        with disturbed(how, folder):
+            mpirun(2, PROGRAM, folder, json.dumps({"steps": 900, "computes": True, "pin": True}), timeout=120)
+        lines = (folder / "monitor" / "events.jsonl").read_text().splitlines()
+        events = [event for event in map(json.loads, lines) if event["state"] == "confirmed"]
+        accusations = [event for event in events if event["kind"] in ACCUSING]
+        began = float((folder / "disturbed").read_text())
+        if not any(event["time"] < began for event in accusations):
+            break
+    return accusations, events
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
 @pytest.mark.parametrize(("how", "word"), [(burn, "for a processor"), (stop_now_and_then, "")])
 def test_a_rank_that_is_disturbed_from_outside_is_found(
     mpirun: Callable[..., Any], tmp_path: Path, how: Callable[[Path, threading.Event], None], word: str
 ) -> None:
-    with disturbed(how, tmp_path):
-        mpirun(2, PROGRAM, tmp_path, json.dumps({"steps": 900, "computes": True, "pin": True}), timeout=120)
-    lines = (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event["state"] == "confirmed"]
-    accusations = [event for event in events if event["kind"] in ACCUSING]
+    accusations, events = accused(mpirun, how, tmp_path)
     of_victim = [event for event in accusations if event["rank"] == 1]
     assert of_victim, events
     assert of_victim[0]["cause"] in ("compute", "mixed"), events

@@ -49,7 +49,8 @@ ReturnToService=2
 KillWait=8
 # A node that lost its power is given up after seconds.
 SlurmdTimeout=10
-MinJobAge=300
+# Tests ask for jobs that ended long ago.
+MinJobAge=36000
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides

@@ -63,6 +63,18 @@ def test_a_death_comes_before_the_errors_it_causes():
     assert blame(words).reason == "rank 1 on n1 was killed by SIGKILL"
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "note", "cause"),
+    [
+        (137, "was killed by SIGKILL", "killed"),
+        (3, "exited with code 3", "vanished"),
+        (None, "left in mid-run without an error", "vanished"),
+    ],
+)
+def test_a_rank_that_left_by_itself_was_not_killed(exit_code: int | None, note: str, cause: str) -> None:
+    assert blame([word(1, Ending.KILLED, note=note, exit_code=exit_code)]).cause == cause
+
+
 def test_an_error_of_all_ranks_names_none():
     assert blame([failed(0, "no such file", 1.0), failed(1, "no such file", 1.1)]).reason == "no such file"
 

@@ -63,9 +63,11 @@ def beat(node: int, phase: int, age: float, state: str = "S", steps: int = 50) -
 def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path: Path) -> None:
     chief, said = chief_in(tmp_path)
     trace = traces.slowed(traces.simulated(8, 640, np.random.default_rng(1)), 3, Phase.DATA, 0.3, 200)
-    for window in trace.windows():
-        for message in parts(window):
-            chief.receive(message, 0.0)
+    commands = [
+        command for window in trace.windows() for message in parts(window) for command in chief.receive(message, 0.0)
+    ]
+    # A look at the host of the suspect, in time for the verdict.
+    assert commands and {(command.node, command.message.kind) for command in commands} == {(1, "look")}
     [event] = events_of(tmp_path)
     assert said == [event["sentence"]]
     assert event["sentence"].startswith("rank 3 on n1 is 3")
