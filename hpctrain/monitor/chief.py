@@ -175,8 +175,8 @@ class Chief:
         self.suspects.clear()
         for verdict in verdicts:
             self.tell(self.with_evidence(verdict))
-        suspected = {self.nodes[rank] for verdict in verdicts for rank in verdict.ranks if verdict.state is State.SUSPECT}
-        return [Command(node, Message("look")) for node in sorted(suspected)]
+        suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
+        return [Command(node, Message("look")) for node in sorted({self.nodes[rank] for rank in suspects})]
 
     def with_evidence(self, verdict: Verdict) -> Verdict:
         """Adds what the counters of the named ranks' hosts say."""
