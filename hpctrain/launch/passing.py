@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import IO
 
 KEPT_BYTES = 65536
-BANNER = b"\n================"
-"""Begin of MPICH's report on a dead rank, which comes on standard output."""
+BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION", re.MULTILINE)
+"""Begin of MPICH's report on a dead rank, which comes on standard output. Programs draw such lines too."""
 
 
 class Passing:
@@ -37,8 +38,9 @@ class Passing:
         self.tail = (self.tail + chunk)[-KEPT_BYTES:]
         if self.in_banner:
             return
-        shown, banner, _ = chunk.partition(BANNER)
-        self.in_banner = bool(banner)
+        banner = BANNER.search(chunk)
+        self.in_banner = banner is not None
+        shown = chunk[: banner.start()].removesuffix(b"\n") if banner else chunk
         with contextlib.suppress(OSError):
             while shown:
                 shown = shown[os.write(self.target, shown) :]

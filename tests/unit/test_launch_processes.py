@@ -85,11 +85,11 @@ def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
     with os.fdopen(read, "rb") as source:
         passing = Passing(source, target)
         passing.pump()
-        os.write(write, b"step 1\nstep 2\n")
+        os.write(write, b"model\n=====================\nstep 1\nstep 2\n")
         passing.pump()
         os.write(write, b"step 3\n\n=====================\n=   BAD TERMINATION\n")
         os.close(write)
         passing.pump()
     os.close(target)
-    assert (tmp_path / "out").read_text() == "step 1\nstep 2\nstep 3\n"
+    assert (tmp_path / "out").read_text() == "model\n=====================\nstep 1\nstep 2\nstep 3\n"
     assert "BAD TERMINATION" in passing.text
