@@ -54,7 +54,7 @@ class Message:
                 arrays[name] = np.frombuffer(payload, dtype="<f4", count=count, offset=offset).reshape(shape)
                 offset += 4 * count
             return cls(str(parsed["kind"]), dict(parsed["fields"]), arrays)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"a frame cannot be read: {error}") from error
 
 
@@ -64,12 +64,14 @@ class Connection:
     Args:
         stream: connected socket; it is made non-blocking.
         token: the run's secret.
+        calls: this side opened the connection. The sides' proofs differ, so that none can be handed back.
     """
 
-    def __init__(self, stream: socket.socket, token: bytes) -> None:
+    def __init__(self, stream: socket.socket, token: bytes, calls: bool = False) -> None:
         stream.setblocking(False)
         self.stream = stream
         self.token = token
+        self.calls = calls
         self.nonce = secrets.token_hex(16)
         self.trusted = False
         self.closed = False
@@ -148,18 +150,19 @@ class Connection:
     def greeted(self, message: Message) -> bool:
         """Handles the greeting; False for messages of a trusted peer."""
         if message.kind == "hello" and not self.trusted:
-            proof = self.proof(str(message.fields.get("nonce")))
+            proof = self.proof(str(message.fields.get("nonce")), self.calls)
             self.hellos.append(Message("proof", {"proof": proof}).encode())
             return True
         if message.kind == "proof" and not self.trusted:
-            self.trusted = hmac.compare_digest(str(message.fields.get("proof")), self.proof(self.nonce))
+            expected = self.proof(self.nonce, not self.calls)
+            self.trusted = hmac.compare_digest(ascii(message.fields.get("proof")), ascii(expected))
         if not self.trusted:
             raise ProtocolError("the peer does not hold this run's token")
         return message.kind == "proof"
 
-    def proof(self, nonce: str) -> str:
-        """What only a holder of the token can answer."""
-        return hmac.new(self.token, nonce.encode(), hashlib.sha256).hexdigest()
+    def proof(self, nonce: str, calls: bool) -> str:
+        """What only a holder of the token can answer, on one side of the connection."""
+        return hmac.new(self.token, ascii((calls, nonce)).encode(), hashlib.sha256).hexdigest()
 
     def close(self) -> None:
         """Ends the connection."""
@@ -171,5 +174,5 @@ def connect(addresses: list[str], port: int, token: bytes, timeout_s: float = 2.
     """Connects to the first address that answers; None where none does."""
     for address in addresses:
         with contextlib.suppress(OSError):
-            return Connection(socket.create_connection((address, port), timeout=timeout_s), token)
+            return Connection(socket.create_connection((address, port), timeout=timeout_s), token, calls=True)
     return None

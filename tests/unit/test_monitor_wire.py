@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpctrain.monitor.node import window_message, window_of
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.monitor.wire import QUEUED_FRAMES, Connection, Message, ProtocolError
+from hpctrain.monitor.wire import FRAME, QUEUED_FRAMES, Connection, Message, ProtocolError
 
 TOKEN = b"t" * 32
 
@@ -37,7 +37,7 @@ def exchange(first: Connection, second: Connection, rounds: int = 6) -> tuple[li
 
 
 def test_messages_pass_between_holders_of_the_token(streams: tuple[socket.socket, socket.socket]) -> None:
-    first, second = (Connection(stream, TOKEN) for stream in streams)
+    first, second = Connection(streams[0], TOKEN, calls=True), Connection(streams[1], TOKEN)
     window = Window(
         3, np.array([4, 5]), *(np.random.rand(2, n).astype("f4") for n in (8, 8, 8, len(CAUSES), len(CAUSES)))
     )
@@ -63,7 +63,27 @@ def test_nothing_is_taken_from_or_sent_to_a_stranger(streams: tuple[socket.socke
     assert ours.closed
 
 
-@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 8, b"\0\0\0\2\0\0\0\0{}", b"\xff" * 100])
+def test_what_we_prove_ourselves_proves_nothing_about_the_peer(streams: tuple[socket.socket, socket.socket]) -> None:
+    ours, peer = Connection(streams[0], TOKEN), streams[1]
+    for _ in ("hello", "proof"):
+        ours.flush()
+        peer.sendall(peer.recv(4096))
+        ours.receive()
+    assert ours.closed and not ours.trusted
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 8,
+        b"\0\0\0\2\0\0\0\0{}",
+        b"\xff" * 100,
+        FRAME.pack(4000, 0) + b"[" * 4000,
+        Message("proof", {"proof": "é"}).encode(),
+        Message("hello", {"nonce": "\ud800"}).encode() + Message("window").encode(),
+    ],
+)
 def test_junk_closes_the_connection(streams: tuple[socket.socket, socket.socket], junk: bytes) -> None:
     ours = Connection(streams[0], TOKEN)
     streams[1].sendall(junk)
