@@ -214,7 +214,10 @@ class Chief:
         if self.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.hosts):
             now = time.time()
             entry = Exclusion(verdict.hosts[0], now + 3600 * self.config.exclude_hours, self.attempt, text)
-            excluded = exclude(self.folder.monitor, entry, now)
+            try:
+                excluded = exclude(self.folder.monitor, entry, now)
+            except RunFailed as error:
+                self.say(f"the monitor cannot exclude {entry.host}: {error.what}", False)
             if excluded:
                 self.say(
                     f"host {entry.host} is left out at the next requeue, for {self.config.exclude_hours:g} h", False
@@ -248,10 +251,12 @@ class Chief:
         files = {}
         for rank in sorted(case.wanted):
             path = self.folder.monitor / f"stack-{self.attempt}-{steps}-rank{rank}.txt"
-            write_atomically(
-                path, case.stacks.get(rank, "no stack: the agent of this rank's node did not answer\n").encode()
-            )
-            files[rank] = str(path.relative_to(self.folder.path))
+            stack = case.stacks.get(rank, "no stack: the agent of this rank's node did not answer\n")
+            try:
+                write_atomically(path, stack.encode())
+                files[rank] = str(path.relative_to(self.folder.path))
+            except RunFailed as error:  # the ranks are to be ended all the same
+                self.say(f"the monitor cannot write stacks: {error.what}", True)
         action = self.config.on_hang
         text = sentence.of_hang(hang, self.hosts, action)
         self.say(text, True)

@@ -197,6 +197,26 @@ def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
     assert any("cannot write its events" in text for text in said)
 
 
+def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
+    (tmp_path / "monitor").rmdir()
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    chief.tick(100.1)
+    assert [command.message.kind for command in chief.tick(130.0)] == ["kill"] * 4
+    assert any("cannot write stacks" in text for text in said)
+
+
+def test_a_full_disk_excludes_nobody_and_ends_nothing(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, action="exclude_on_requeue")
+    chief.receive(Message("findings", {"node": 2, "host": ["throttled"], "ranks": {}}), time.monotonic())
+    (tmp_path / "monitor").rmdir()
+    for window in slow_host().windows():
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    assert any("cannot exclude n2" in text for text in said)
+
+
 def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path, hang_s=20)
     for node in range(4):
