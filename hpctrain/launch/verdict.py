@@ -43,7 +43,7 @@ class Verdict:
     host: str | None = None
     """Its host."""
     cause: str | None = None
-    """error, killed, out_of_memory, node, hang, vanished; none where nothing failed."""
+    """error, killed, out_of_memory, node, hang, vanished, preflight; none where nothing failed."""
 
     def to_json(self) -> dict[str, Any]:
         """For run.json and the last words."""
@@ -191,8 +191,7 @@ def _blame_error(failed: Sequence[LastWord]) -> Verdict:
     everywhere = len(failed) > 1 and Counter(word.error.what for word in failed if word.error)[first.error.what] > 1
     where = "" if everywhere or first.rank is None else f"rank {first.rank} on {first.host}: "
     code = ExitCode(first.exit_code) if first.exit_code in set(ExitCode) else ExitCode.FAILURE
-    final = {ExitCode.USER_ERROR: Action.FAIL, ExitCode.DO_NOT_REQUEUE: Action.DO_NOT_REQUEUE}
-    action = final.get(code, Action.REQUEUE)
+    action = Action.FAIL if code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE) else Action.REQUEUE
     return Verdict(action, code, where + first.error.what, first.error.fix, first.rank, first.host, "error")
 
 

@@ -40,7 +40,7 @@ def both(ending: Ending) -> list[LastWord]:
         (both(Ending.STOPPED), STUCK, SCHEDULER, Action.DO_NOT_REQUEUE, 76),
         ([word(0, Ending.TAKEN_DOWN), failed(1, "x", 1.0)], ADVANCED, None, Action.REQUEUE, 70),
         ([word(0, Ending.TAKEN_DOWN), failed(1, "x", 1.0, ExitCode.USER_ERROR)], ADVANCED, None, Action.FAIL, 64),
-        ([failed(0, "x", 1.0, ExitCode.DO_NOT_REQUEUE)], ADVANCED, None, Action.DO_NOT_REQUEUE, 76),
+        ([failed(0, "x", 1.0, ExitCode.DO_NOT_REQUEUE)], ADVANCED, None, Action.FAIL, 76),
         ([word(0, Ending.TAKEN_DOWN), word(1, Ending.KILLED)], ADVANCED, None, Action.REQUEUE, 70),
         ([word(0, Ending.VANISHED), word(1, Ending.COMPLETED)], ADVANCED, None, Action.REQUEUE, 70),
         ([], ADVANCED, None, Action.REQUEUE, 70),

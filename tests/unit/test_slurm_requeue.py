@@ -12,14 +12,14 @@ import pytest
 
 from hpctrain.config import Config, LaunchConfig, SlurmConfig
 from hpctrain.errors import ExitCode, NoRequeue, RunFailed, UserError
-from hpctrain.launch.last_words import merge
+from hpctrain.launch.last_words import Ending, ErrorWord, LastWord, merge
 from hpctrain.launch.slurm import client, requeue
 from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, record, submissions
 from hpctrain.launch.slurm.supervise import LEAVE_S, amend, await_end, by_person, in_view_of
 from hpctrain.launch.slurm.who_ends import Who, who_ends
-from hpctrain.launch.verdict import NODE, Action, Verdict
+from hpctrain.launch.verdict import NODE, Action, Verdict, decide
 from hpctrain.run_dir import RunDir
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
@@ -59,7 +59,9 @@ def test_whose_wish_a_signal_tells(monkeypatch: pytest.MonkeyPatch, number: str,
 
 
 STOPPED = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by a request at step 9")
-KILLED = Verdict(Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1)
+KILLED = Verdict(
+    Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1, cause="killed"
+)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +93,19 @@ def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: 
     assert KILLED.reason in final.reason
 
 
-def test_a_lost_node_stays_the_cause_where_slurm_requeues_for_it() -> None:
-    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", cause=NODE)
-    final = in_view_of(Who.REQUEUE, lost, None)
+@pytest.mark.parametrize("cause", [NODE, "killed", "vanished", "hang"])
+@pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
+def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who: Who, cause: str) -> None:
+    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", cause=cause)
+    final = in_view_of(who, lost, None)
     assert unclean([{"job": "4", "verdict": final.to_json()}], "4") == 1
+
+
+def test_an_error_that_comes_again_is_final_though_slurm_preempts_the_job() -> None:
+    error = ErrorWord("the loss is not finite", "look at the data", "NoRequeue", "")
+    word = LastWord(0, "n1", 1, 1.0, 0.0, Ending.FAILED, 1.0, ExitCode.DO_NOT_REQUEUE, error=error)
+    verdict = decide([word], [], max_failures=3)
+    assert in_view_of(Who.PREEMPTION, verdict, None) is verdict and verdict.action is not Action.REQUEUE
 
 
 def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
