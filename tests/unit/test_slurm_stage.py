@@ -96,3 +96,36 @@ def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> No
     assert archive.stat().st_ino == first
     stage.unpack(archive, tmp_path / "node" / "environment")
     assert (tmp_path / "node" / "environment" / "bin" / "python").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"this is no archive"])
+def test_an_environment_that_cannot_be_unpacked_is_explained(tmp_path: Path, content: bytes | None) -> None:
+    archive = tmp_path / "environment.tar"
+    if content is not None:
+        archive.write_bytes(content)
+    with pytest.raises(UserError, match=f"cannot stage {archive} on ") as caught:
+        stage.unpack(archive, tmp_path / "node" / "environment")
+    assert f"remove {archive}" in caught.value.fix
+
+
+def test_scratch_that_is_no_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "scratch").write_text("")
+    with pytest.raises(UserError, match="Not a directory") as caught:
+        staged(tmp_path / "scratch" / "job")
+    assert "launch.slurm.scratch" in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["lib/python3.11/site-packages", "conda-meta"])
+def test_an_environment_with_new_packages_is_packed_anew(tmp_path: Path, kind: str) -> None:
+    packages = tmp_path / "environment" / kind
+    packages.mkdir(parents=True)
+    os.utime(packages, (1, 1))
+    archive = tmp_path / "environment.tar"
+    stage.pack(tmp_path / "environment", archive)
+    first = archive.stat().st_ino
+    stage.pack(tmp_path / "environment", archive)
+    assert archive.stat().st_ino == first
+    os.utime(archive, (2, 2))
+    (packages / "new").mkdir()
+    stage.pack(tmp_path / "environment", archive)
+    assert archive.stat().st_mtime > 2

@@ -7,6 +7,7 @@ again if its record still matches the source.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -14,13 +15,14 @@ import shutil
 import socket
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 
 BLOCK_BYTES = 8 * 2**20
 RECORD = ".hpctrain-staged.json"
+ROOM = "name a folder with room in launch.slurm.scratch"
 
 
 def main() -> int:
@@ -49,44 +51,54 @@ def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
     """Copies sources that are not there yet.
 
     Raises:
-        UserError: a source is missing, or does not fit.
+        UserError: a source is missing, cannot be read, or does not fit.
         RunFailed: a copy differs from its source.
     """
-    record = _record(folder)
-    files = [pair for source, copy in targets.items() for pair in _files(source, copy)]
-    todo = [
-        (source, copy)
-        for source, copy in files
-        if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)
-    ]
-    _check_room(folder, sum(source.stat().st_size for source, _ in todo))
-    for source, copy in todo:
-        _copy(source, copy)
-        record[str(copy)] = _stamp(source)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECORD).write_text(json.dumps(record))
+    with _explained(f"into {folder}", ROOM):
+        record = _record(folder)
+        files = [pair for source, copy in targets.items() for pair in _files(source, copy)]
+        todo = [
+            (source, copy)
+            for source, copy in files
+            if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)
+        ]
+        _check_room(folder, sum(source.stat().st_size for source, _ in todo))
+        for source, copy in todo:
+            _copy(source, copy)
+            record[str(copy)] = _stamp(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RECORD).write_text(json.dumps(record))
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a Python environment, unless this very one is there."""
-    record = folder / RECORD
-    stamp = json.dumps(_stamp(archive))
-    if record.exists() and record.read_text() == stamp:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    _check_room(folder.parent, archive.stat().st_size)
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="fully_trusted")
-    record.write_text(stamp)
+    """Unpacks a Python environment, unless this very one is there.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or does not fit.
+    """
+    with _explained(str(archive), f"{ROOM}, or remove {archive}: it is then made anew"):
+        record = folder / RECORD
+        stamp = json.dumps(_stamp(archive))
+        if record.exists() and record.read_text() == stamp:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        _check_room(folder.parent, archive.stat().st_size)
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="fully_trusted")
+        record.write_text(stamp)
 
 
 def pack(prefix: Path, archive: Path) -> None:
-    """One file of a Python environment, made once: nodes then read one large file, not very many small ones.
+    """One file of a Python environment: nodes then read one large file, not very many small ones.
+
+    Made once, and anew where packages have been installed since.
 
     Raises:
         UserError: it cannot be written, or something in the environment cannot be read.
     """
-    if archive.exists() and archive.stat().st_mtime > (prefix / "pyvenv.cfg").stat().st_mtime:
+    tells = (prefix / "pyvenv.cfg", prefix / "conda-meta", *prefix.glob("lib*/python*/site-packages"))
+    changed = max((path.stat().st_mtime for path in tells if path.exists()), default=float("inf"))
+    if archive.exists() and archive.stat().st_mtime > changed:
         return
     temporary = archive.with_suffix(f".{os.getpid()}")
     try:
@@ -117,27 +129,33 @@ def _copy(source: Path, copy: Path) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
     temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
     read, written = hashlib.sha256(), hashlib.sha256()
+    with _explained(str(source), ROOM):
+        try:
+            with open(source, "rb") as reader, open(temporary, "wb") as writer:
+                while block := reader.read(BLOCK_BYTES):
+                    read.update(block)
+                    writer.write(block)
+            with open(temporary, "rb") as reader:
+                while block := reader.read(BLOCK_BYTES):
+                    written.update(block)
+            if read.digest() != written.digest():
+                raise RunFailed(
+                    f"{copy} on {socket.gethostname()} differs from what was written",
+                    f"exclude {socket.gethostname()}: its disk is broken",
+                )
+            os.replace(temporary, copy)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explained(what: str, fix: str) -> Iterator[None]:
+    """Turns what the system refuses, and a damaged archive, into an error for the user."""
     try:
-        with open(source, "rb") as reader, open(temporary, "wb") as writer:
-            while block := reader.read(BLOCK_BYTES):
-                read.update(block)
-                writer.write(block)
-        with open(temporary, "rb") as reader:
-            while block := reader.read(BLOCK_BYTES):
-                written.update(block)
-        if read.digest() != written.digest():
-            raise RunFailed(
-                f"{copy} on {socket.gethostname()} differs from what was written",
-                f"exclude {socket.gethostname()}: its disk is broken",
-            )
-        os.replace(temporary, copy)
-    except OSError as error:
-        raise UserError(
-            f"cannot stage {source} on {socket.gethostname()}: {error.strerror}",
-            "name a folder with room in launch.slurm.scratch",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except (OSError, tarfile.TarError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot stage {what} on {socket.gethostname()}: {why}", fix) from error
 
 
 def _check_room(folder: Path, wanted: int) -> None:
