@@ -77,7 +77,9 @@ class NoReducer:
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
         """See Reducer."""
         for name, parameter in self.named:
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            if parameter.grad is None:  # several ranks could not know that it had no part on any of them
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
         slots = [0.0] * SLOTS
         slots[LOSS] = float(loss)
@@ -102,6 +104,7 @@ class FlatReducer:
         self.sum = sum_
         boundary = flat_gradients.layout.gradients
         self.values = sum_.flat[:boundary]
+        self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
         self.begin = flat_gradients.begin
         flat_gradients.attach()
@@ -129,6 +132,8 @@ class FlatReducer:
 
     def gradients(self) -> list[Tensor]:
         """See Reducer."""
+        if self.converts:  # then ``grad`` of some parameters is no view of the buffer
+            return [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
         return [self.values]
 
     def close(self) -> None:

@@ -122,6 +122,15 @@ def test_a_parameter_without_a_part_in_the_loss_contributes_zeros() -> None:
     assert len(recorder.sent) == len(reducer.flat_gradients.layout.buckets)
 
 
+def test_one_rank_gives_it_zeros_too_so_that_weight_decay_treats_it_alike() -> None:
+    model = network()
+    reducer = NoReducer(list(model.named_parameters()))
+    reducer.begin()
+    model[4].weight.square().sum().backward()
+    reducer.exchange()
+    assert model[0].weight.grad is not None and model[0].weight.grad.eq(0).all()
+
+
 def test_a_second_backward_after_sending_is_refused() -> None:
     model = network()
     reducer, _ = make(model, 64)
@@ -139,6 +148,16 @@ def test_other_types_are_summed_in_the_buffers() -> None:
     reducer.exchange()
     assert model.weight.grad.dtype == torch.bfloat16
     assert model.weight.grad.eq(2).all()
+
+
+def test_what_is_scaled_is_what_the_optimizer_reads_whatever_the_types() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).to(torch.bfloat16))
+    reducer, _ = make(model)
+    reducer.begin()
+    (model[0](torch.ones(2, 4)).sum() + model[1](torch.ones(2, 3, dtype=torch.bfloat16)).sum()).backward()
+    reducer.exchange()
+    torch._foreach_mul_(reducer.gradients(), 0.5)
+    assert all(parameter.grad is not None and parameter.grad.eq(1).all() for parameter in model.parameters())
 
 
 def test_closing_gives_gradients_back_to_autograd() -> None:
