@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ Samples = dict[str, NDArray[Any]]
 
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_BYTES = 16 * 2**20
+READING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class Dataset(Protocol):
 
     def fingerprint(self) -> str:
         """Identifies the data wherever it lies, cheaply: see docs/data.md."""
+
+
+def read(dataset: Dataset, indices: NDArray[np.int64]) -> Samples:
+    """Its ``read``, while no other thread reads any: training and validation data may be parts of one source."""
+    with READING:
+        return dataset.read(indices)
 
 
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.dataset import Dataset, Samples, read
 from hpctrain.data.order import Order, part_of
 from hpctrain.data.prefetch import prefetched
 from hpctrain.data.transform import Transform, load
@@ -153,4 +153,4 @@ class ValidationData:
 
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
-            yield self.dataset.read(np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64))
+            yield read(self.dataset, np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.dataset import Dataset, Samples, read
 from hpctrain.data.random import Stream, generator
 from hpctrain.data.samples import Sample, describe, named, stack
 from hpctrain.errors import UserError
@@ -23,7 +23,7 @@ def load(dataset: Dataset, transform: Transform | None, seed: int, epoch: int, i
     Raises:
         UserError: the transform failed, or gave samples that differ in shape or dtype; names the sample.
     """
-    samples = dataset.read(ids) if len(ids) else {}
+    samples = read(dataset, ids) if len(ids) else {}
     if transform is None or not samples:
         return samples
     transformed = (

@@ -191,3 +191,35 @@ def test_training_and_validation_may_read_one_chunked_file_at_once(tmp_path: Pat
         assert np.array_equal(joined(batch)["x"], values[batch.sample_ids])
         assert held["x"].shape[1:] == (50,)
     data.close()
+
+
+class OneThreadOnly:
+    """A dataset that notices when two threads read it."""
+
+    def __init__(self) -> None:
+        self.fields = DATASET.fields
+        self.inside = 0
+        self.waited = threading.Event()
+        self.disturbed = False
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def read(self, indices):
+        self.inside += 1
+        self.waited.wait(0.05)  # time for another to come in
+        self.disturbed |= self.inside > 1
+        self.inside -= 1
+        return DATASET.read(indices)
+
+    def fingerprint(self) -> str:
+        return DATASET.fingerprint()
+
+
+def test_training_and_validation_never_read_one_dataset_at_the_same_time() -> None:
+    shared = OneThreadOnly()
+    data = TrainingData(shared, Order(LENGTH, 8), 0, 1, prefetch=4)
+    next(data.starting_at(0, 0))
+    assert sum(len(batch["y"]) for batch in ValidationData(shared, 20, 0, 1)) == LENGTH
+    data.close()
+    assert not shared.disturbed
