@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import UserError
-from hpctrain.launch.slurm import stage
+from hpctrain.config import Config, LaunchConfig
+from hpctrain.errors import NoRequeue, UserError
+from hpctrain.launch.slurm import in_job, stage
+from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.staged import STAGED, staged_args
+from hpctrain.run_dir import RunDir
 
 
 def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
@@ -129,3 +132,23 @@ def test_an_environment_with_new_packages_is_packed_anew(tmp_path: Path, kind: s
     (packages / "new").mkdir()
     stage.pack(tmp_path / "environment", archive)
     assert archive.stat().st_mtime > 2
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("srun: error: n2: task 1: Killed", "srun: error: n2: task 1: Killed"),
+        ("hpctrain: no room on n2\n  fix: make some", "no room on n2"),
+        ("", "it ended with code 9"),
+    ],
+)
+def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str
+) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 9\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
+    with pytest.raises(NoRequeue, match="stage-in: ") as caught:
+        in_job.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
+    assert caught.value.what == f"stage-in: {what}"

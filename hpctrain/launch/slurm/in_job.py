@@ -15,6 +15,7 @@ from typing import Any
 from hpctrain.config import Config
 from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
+from hpctrain.launch.postmortem import last_line
 from hpctrain.launch.slurm import client, preflight, stage
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
@@ -119,7 +120,7 @@ def check(
     command = [interpreter, "-m", "hpctrain.launch.slurm.probe", *options]
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
-    output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
+    _, output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
@@ -133,7 +134,11 @@ def python(config: Config) -> str:
 
 
 def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]]:
-    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies."""
+    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies.
+
+    Raises:
+        NoRequeue: it did not end well on every node.
+    """
     launch = config.launch
     own = python(config)
     if not launch.stage_in and not launch.stage_environment:
@@ -149,15 +154,19 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
+    code, output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
     if "hpctrain: " in output:
         what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
         raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
+    if code:
+        print(output, file=sys.stderr, flush=True)
+        why = last_line(output) or f"it ended with code {code}"
+        raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
     return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
 
 
-def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-    """Output of a helper on the nodes; what hangs is ended, and its output until then returned."""
+def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of a helper on the nodes; what hangs is ended, with its output until then."""
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}
@@ -171,7 +180,7 @@ def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
                 except subprocess.TimeoutExpired:
                     process.kill()
         output.seek(0)
-        return output.read().decode(errors="replace")
+        return process.returncode, output.read().decode(errors="replace")
 
 
 def _absolute(name: str) -> str:
