@@ -15,8 +15,6 @@ from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Manifest, 
 from hpctrain.checkpoint.shard import read_shard, view_of
 from hpctrain.comm.group import Group
 
-BROADCAST_BYTES = 1 << 30
-"""MPI counts are 32-bit."""
 RANDOM = "rng/"
 """Prefix of random states, which mean nothing to another number of ranks."""
 
@@ -92,9 +90,7 @@ def share(manifest: Manifest, images: Images, group: Group) -> dict[str, NDArray
     of_ranks: dict[str, dict[int, NDArray[Any]]] = {}
     for index, shard in enumerate(manifest.shards):
         image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
-        for begin in range(0, image.size if group.size > 1 else 0, BROADCAST_BYTES):
-            part = image[begin : begin + BROADCAST_BYTES]
-            group.broadcast_array(part, f"send {shard.file}", root=index % group.size)
+        group.broadcast_array(image, f"send {shard.file}", root=index % group.size)
         take(shard, image, arrays, of_ranks, group.rank if manifest.ranks == group.size else None)
     for name, values in of_ranks.items():
         if not name.startswith(RANDOM):

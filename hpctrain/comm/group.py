@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 900.0
 """Longest wait for the other ranks where the caller names none: start-up on a busy shared file system takes minutes."""
+LARGEST_BYTES = 1 << 30
+"""Of one message: MPI counts are 32-bit before MPI 4."""
 
 
 class Group:
@@ -72,7 +74,9 @@ class Group:
     def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Overwrites a C-contiguous array with the root's, in place."""
         if self.comm:
-            self._wait(self.comm.Ibcast(values, root), what, timeout_s)
+            everything = values.reshape(-1).view(np.uint8)
+            for begin in range(0, everything.size, LARGEST_BYTES):
+                self._wait(self.comm.Ibcast(everything[begin : begin + LARGEST_BYTES], root), what, timeout_s)
 
     def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
         """Starts an elementwise minimum over the ranks; the returned function waits for it.

@@ -197,5 +197,5 @@ def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None
         return
     for variable in variables:
         host = np.array(variable.read_value())
-        group.broadcast_array(host.reshape(-1).view(np.uint8), what)
+        group.broadcast_array(host, what)
         variable.assign(host)
