@@ -32,6 +32,8 @@ FAILURE_GRACE_S = 10.0
 """Seconds that a launcher has to take the others down after one rank has failed or died."""
 END_GRACE_S = 60.0
 """Seconds that the other ranks have to end after the first one has ended well."""
+STOPPED_GRACE_S = 1.0
+"""Seconds that a launcher has to end once all ranks have stopped on request: a scheduler may take the nodes soon."""
 KILL_GRACE_S = 5.0
 """Seconds between asking a launcher to end and killing it."""
 
@@ -198,12 +200,19 @@ class Attempt:
             late = sorted(set(range(self.launch.ranks)) - {word.rank for word in ended})
             what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
             self.suspect("left", now, END_GRACE_S, what, words)
+        if len(ended) == self.launch.ranks:
+            self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
 
     def suspect(self, key: str, now: float, patience_s: float, what: str, words: Sequence[LastWord]) -> None:
         """Ends the attempt once this has lasted too long. A rank's own error stays the reason."""
         if now - self.suspicion.setdefault(key, now) > patience_s:
             own_error = any(word.ending is Ending.FAILED for word in words)
             self.end(now, "" if own_error else what, "see the rank's log", "killed" if key == "died" else "hang")
+
+    def end_launcher(self, now: float, patience_s: float) -> None:
+        """Does not wait for ever for what comes after the last words: MPI's end, and that of Slurm's step."""
+        if now - self.suspicion.setdefault("over", now) > patience_s:
+            self.kill_at = min(self.kill_at, now)
 
     def lives(self, word: LastWord) -> bool:
         """Whether a rank's process is there; what runs on another host is not seen from here."""

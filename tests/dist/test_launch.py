@@ -160,6 +160,16 @@ def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path):
     assert not leftovers(tmp_path)
 
 
+def test_a_stop_does_not_wait_for_processes_that_linger_after_their_last_words(tmp_path):
+    with started("run", "-n", 2, misbehaving_run(tmp_path, "linger", **LONG), env=SLOWLY) as child:
+        wait_for("step", reaches_step(tmp_path / "run", 5))
+        child.terminate()
+        _, stderr = child.communicate(timeout=20)
+    assert child.returncode == 75, stderr
+    assert endings(tmp_path / "run") == ["stop_requested", "stop_requested"]
+    assert not leftovers(tmp_path)
+
+
 def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
     with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY) as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))

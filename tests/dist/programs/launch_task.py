@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import shutil
@@ -71,6 +72,8 @@ class Misbehaviour:
             sys.exit(0)
         if self.mode == "sleep":
             time.sleep(600)
+        if self.mode == "linger":
+            atexit.register(time.sleep, 600)
         if self.mode == "fill":
             fill(Path(os.environ["HPCTRAIN_RUN_DIR"]))
         if self.mode == "nan-gradient":
