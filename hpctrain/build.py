@@ -119,8 +119,6 @@ def make_hooks(
     """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved."""
     world = session.world
     hooks: list[Hook] = []
-    if config.train.early_stop.metric is not None:
-        hooks.append(EarlyStop(config.train.early_stop))
     writer = EventWriter(run_dir.events, session.warn)
     hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
@@ -128,6 +126,8 @@ def make_hooks(
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, fresh))
+    if config.train.early_stop.metric is not None:
+        hooks.append(EarlyStop(config.train.early_stop))  # behind what restores its count
     hooks.append(MonitorHook(monitor))
     hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, make_sinks(config, session, run_dir)))
     return hooks

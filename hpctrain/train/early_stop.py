@@ -19,6 +19,10 @@ class EarlyStop(BaseHook):
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config
 
+    def before_fit(self, trainer: Trainer) -> StopReason | None:
+        """A run that has ended early stays so when it is started again, unless it is given more patience."""
+        return self._verdict(trainer)
+
     def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
         """Every rank holds the same averages, so all decide alike."""
         watched = self.config.metric
@@ -33,7 +37,10 @@ class EarlyStop(BaseHook):
             state.evaluations_since_best = 0
             return None
         state.evaluations_since_best += 1
-        return StopReason.EARLY if state.evaluations_since_best >= self.config.patience else None
+        return self._verdict(trainer)
+
+    def _verdict(self, trainer: Trainer) -> StopReason | None:
+        return StopReason.EARLY if trainer.state.evaluations_since_best >= self.config.patience else None
 
 
 def improves(value: float, best: float | None, config: EarlyStopConfig) -> bool:

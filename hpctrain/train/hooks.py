@@ -25,8 +25,11 @@ class StopReason(StrEnum):
 class Hook(Protocol):
     """All methods are called on every rank, at the same step, in the order in which hooks were given."""
 
-    def before_fit(self, trainer: Trainer) -> None:
-        """The model is built and equal on all ranks; nothing has been trained in this attempt."""
+    def before_fit(self, trainer: Trainer) -> StopReason | None:
+        """The model is built and equal on all ranks; nothing has been trained in this attempt.
+
+        A reason, on all ranks alike, ends the run before its first step.
+        """
 
     def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
         """An update is done. A reason ends the run here; hooks must agree on it over all ranks by themselves."""
@@ -44,8 +47,9 @@ class Hook(Protocol):
 class BaseHook:
     """A hook that does nothing; override what is needed."""
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, trainer: Trainer) -> StopReason | None:
         """See Hook."""
+        return None
 
     def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
         """See Hook."""

@@ -44,9 +44,7 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Trains from where the state stands to the end of the plan, or until a hook ends it."""
         begin = time.monotonic()
-        for hook in self.hooks:
-            hook.before_fit(self)
-        reason = self.run_steps()
+        reason = first_reason([hook.before_fit(self) for hook in self.hooks]) or self.run_steps()
         for hook in self.hooks:
             hook.after_fit(self, reason)
         return RunSummary(reason, self.state.step, time.monotonic() - begin)

@@ -197,6 +197,15 @@ def test_early_stop_after_patience_evaluations_without_improvement() -> None:
     assert trainer.state.epoch == 3, "the first evaluation is the best; two more do not improve on it"
 
 
+def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() -> None:
+    config = TrainConfig(epochs=50, global_batch=4)
+    ended = TrainState(step=9, epoch=3, early_stop_best=1.0, evaluations_since_best=2)
+    again = make(config, [EarlyStop(EarlyStopConfig(metric="loss", patience=2, min_delta=1e9))], ended)
+    assert (again.fit().reason, again.state.step) == (StopReason.EARLY, 9)
+    patient = make(config, [EarlyStop(EarlyStopConfig(metric="loss", patience=3, min_delta=1e9))], ended)
+    assert (patient.fit().reason, patient.state.step) == (StopReason.EARLY, 12)
+
+
 def test_early_stop_on_a_metric_that_is_not_there() -> None:
     with pytest.raises(UserError, match="accuracy"):
         make(TrainConfig(epochs=1, global_batch=4), [EarlyStop(EarlyStopConfig(metric="accuracy"))]).fit()
