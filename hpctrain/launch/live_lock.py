@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,23 @@ class LiveLock:
             self.beaten = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.run_dir.lock_file)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Signs of life from a thread, while the body takes its time."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(BEAT_S):
+                self.beat()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def release(self) -> None:
         """Gives the lock back, unless somebody has taken it over."""

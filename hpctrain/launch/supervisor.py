@@ -13,7 +13,7 @@ from hpctrain.launch.last_words import LastWord, merge
 from hpctrain.launch.live_lock import LiveLock, myself
 from hpctrain.launch.output import say
 from hpctrain.launch.signals import StopSignals
-from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.launch.verdict import PREFLIGHT, Action, Verdict
 from hpctrain.run_dir import RunDir, write_atomically
 
 
@@ -30,8 +30,8 @@ def supervise(
 
     Args:
         run_dir: its folder; made if need be.
-        make_launch: what to start, given the attempt's number; called once the folder is ours. Errors it raises end
-            the attempt before anything is started.
+        make_launch: what to start, given the attempt's number; called once the folder is ours, and may take long.
+            Where it raises one of our errors nothing is started, and the error is the verdict.
         limits: times and counts.
         facts: for the attempt's entry in run.json (ranks, hosts, job id, versions, git commit).
         run_yaml: the resolved run file, kept in the folder.
@@ -54,9 +54,16 @@ def supervise(
         number = run_dir.begin_attempt(host=socket.gethostname(), job_id=os.environ.get("SLURM_JOB_ID"), **facts)
         if run_yaml is not None:
             write_atomically(run_dir.run_yaml, run_yaml.encode())
-        attempt = Attempt(make_launch(number), run_dir, number, lock, signals, limits, verbose)
-        attempt.by_person = by_person or attempt.by_person
-        verdict, words = attempt.run()
+        words: list[LastWord] = []
+        try:
+            with lock.kept():
+                launch = make_launch(number)
+        except HpctrainError as error:
+            verdict = Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause=PREFLIGHT)
+        else:
+            attempt = Attempt(launch, run_dir, number, lock, signals, limits, verbose)
+            attempt.by_person = by_person or attempt.by_person
+            verdict, words = attempt.run()
         record(run_dir, number, verdict, words)
         return verdict
     finally:

@@ -13,6 +13,8 @@ from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord
 
 NODE = "node"
 """Cause of a verdict: a node was lost, or could not start its ranks."""
+PREFLIGHT = "preflight"
+"""Cause of a verdict: something was wrong before any rank was started."""
 
 
 class Action(StrEnum):

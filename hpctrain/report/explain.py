@@ -166,6 +166,7 @@ def by_verdict(data: RunData) -> Explanation | None:
         "hang": "The run hung",
         "vanished": "A rank ended without a word",
         "stop": "The ranks did not stop in time",
+        "preflight": "The job could not begin",
     }
     if error is None or error.cause not in titles:
         return None

@@ -113,6 +113,18 @@ def test_signs_of_life_are_given_now_and_then(run_dir, monkeypatch):
     assert run_dir.lock_file.stat().st_mtime > 1.0
 
 
+def test_a_holder_that_prepares_for_long_gives_signs_of_life(run_dir, monkeypatch):
+    monkeypatch.setattr("hpctrain.launch.live_lock.BEAT_S", 0.01)
+    lock = LiveLock(run_dir, myself())
+    lock.acquire()
+    os.utime(run_dir.lock_file, (1.0, 1.0))
+    deadline = time.monotonic() + 10
+    with lock.kept():
+        while run_dir.lock_file.stat().st_mtime == 1.0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert run_dir.lock_file.stat().st_mtime > 1.0
+
+
 def test_of_many_processes_that_want_a_dead_holders_folder_one_gets_it(run_dir):
     write(run_dir, birth=1.0)
     words = [sys.executable, "-c", LOCKER, str(run_dir.path)]

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from hpctrain.config import Config, LaunchConfig, SlurmConfig
+from hpctrain.config import Config, LaunchConfig, MonitorConfig, SlurmConfig
 from hpctrain.errors import ExitCode, NoRequeue, RunFailed, UserError
 from hpctrain.launch.last_words import Ending, ErrorWord, LastWord, merge
-from hpctrain.launch.slurm import client, requeue
+from hpctrain.launch.slurm import client, in_job, requeue
 from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
-from hpctrain.launch.slurm.submission import Submitted, record, submissions
-from hpctrain.launch.slurm.supervise import LEAVE_S, amend, await_end, by_person, in_view_of
+from hpctrain.launch.slurm.submission import Plan, Submitted, record, submissions, submit
+from hpctrain.launch.slurm.supervise import LEAVE_S, amend, await_end, by_person, in_view_of, make_launch
 from hpctrain.launch.slurm.who_ends import Who, who_ends
-from hpctrain.launch.verdict import NODE, Action, Verdict, decide
+from hpctrain.launch.verdict import NODE, PREFLIGHT, Action, Verdict, decide
+from hpctrain.monitor.exclude import Exclusion, exclude
 from hpctrain.run_dir import RunDir
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
@@ -64,12 +65,19 @@ KILLED = Verdict(
 )
 
 
+UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error: n2: Killed", cause=PREFLIGHT)
+
+
 @pytest.mark.parametrize(
     ("who", "verdict", "asked", "expected"),
     [
         (Who.REQUEUE, KILLED, None, Action.REQUEUE),
         (Who.REQUEUE, Verdict(Action.DONE, ExitCode.DONE, "done"), None, Action.DONE),
         (Who.REQUEUE, Verdict(Action.FAIL, ExitCode.USER_ERROR, "no such file"), None, Action.FAIL),
+        (Who.REQUEUE, UNSTARTED, None, Action.REQUEUE),
+        (Who.PREEMPTION, UNSTARTED, None, Action.REQUEUE),
+        (Who.LIMIT, UNSTARTED, None, Action.FAIL),
+        (Who.NOBODY, UNSTARTED, None, Action.FAIL),
         (Who.REQUEUE, STOPPED, "ann@login", Action.STOP),
         (Who.PREEMPTION, STOPPED, None, Action.REQUEUE),
         (Who.PREEMPTION, STOPPED, "signal SIGTERM", Action.REQUEUE),
@@ -143,6 +151,66 @@ def attempts(*jobs: str) -> list[dict[str, Any]]:
 def test_requeues_of_a_submission(jobs: list[str], replaces: dict[str, str], expected: int) -> None:
     known = [Submitted(job, 0.0, "/", replaces=replaces.get(job)) for job in dict.fromkeys(jobs)]
     assert requeue.requeues(attempts(*jobs), known, "7") == expected
+
+
+def unwritable(folder: Path) -> RunDir:
+    """A run whose jobs cannot be recorded."""
+    run = RunDir(folder / "run")
+    run.create()
+    (run.path / "jobs.jsonl").mkdir()
+    return run
+
+
+def test_a_job_that_cannot_be_recorded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "submit", lambda script, options: "4711")
+    config = Config(name="r", launch=LaunchConfig(command=("true",)))
+    assert submit(Plan(config, unwritable(tmp_path), "")) == ["4711"]
+    said = capsys.readouterr().err
+    assert "job 4711 cannot be noted in" in said and "scancel 4711" in said
+
+
+def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = unwritable(tmp_path)
+    (run.path / "job.sbatch").touch()
+    exclude(run.monitor, Exclusion("n2", time.time() + 99, 1, "slow"), 0.0)
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    monkeypatch.setattr(client, "submit", lambda script, options: "4711")
+    monkeypatch.setattr(requeue, "submissions", lambda run: [])
+    config = Config(
+        name="r", launch=LaunchConfig(command=("true",)), monitor=MonitorConfig(action="exclude_on_requeue")
+    )
+    assert requeue.requeue(config, run, JOB) is False
+    assert "scancel 4711" in capsys.readouterr().err
+
+
+def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sbatch(script: Path, options: Sequence[str]) -> str:
+        if len(submissions(run)) == 2:
+            raise RunFailed("sbatch refused: QOSMaxSubmitJobPerUserLimit", "ask the site")
+        return f"{len(submissions(run)) + 1}"
+
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(client, "submit", sbatch)
+    with pytest.raises(RunFailed, match="UserLimit; before that job 1, 2 was submitted") as caught:
+        submit(Plan(Config(name="r", launch=LaunchConfig(command=("true",))), run, ""), chain=4)
+    assert "hpctrain cancel" in caught.value.fix
+
+
+def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(*_: object) -> None:
+        raise NoRequeue("as far as this", "")
+
+    monkeypatch.setattr(in_job, "prepare", prepare)
+    monkeypatch.setattr("hpctrain.launch.slurm.supervise.submissions", lambda run: [])
+    with pytest.raises(NoRequeue, match="as far as this"):
+        make_launch(with_cap(1), unwritable(tmp_path), JOB, 1, False)
+    assert "job 7 cannot be noted in" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hpctrain.config import Config
 from hpctrain.errors import HpctrainError, NoRequeue, UserError
 from hpctrain.launch.slurm import client
 from hpctrain.launch.slurm.job import Job
-from hpctrain.launch.slurm.submission import Submitted, record, submissions
+from hpctrain.launch.slurm.submission import Submitted, note, submissions
 from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.supervisor import say
 from hpctrain.monitor.exclude import excluded
@@ -46,7 +46,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     if avoided and config.monitor.action == "exclude_on_requeue" and script.exists():
         hosts = ",".join([*slurm.exclude, *avoided])
         number = client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"])
-        record(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
+        note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
         return False
     client.requeue(job.id)
     return True

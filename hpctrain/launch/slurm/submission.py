@@ -17,6 +17,7 @@ from pathlib import Path
 from hpctrain.config import Config
 from hpctrain.config_file import dump, load
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.launch.output import say
 from hpctrain.launch.slurm import client, profile
 from hpctrain.launch.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run_dir import RunDir, append_bytes, write_atomically
@@ -138,27 +139,48 @@ def write(planned: Plan) -> None:
 
 
 def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None) -> list[str]:
-    """Submits a written plan; the job ids.
+    """Submits a written plan; the job ids. Tells of jobs that cannot be noted in the run folder.
 
     Args:
         planned: what ``write`` has put into the run folder.
         options: more options of sbatch, such as a dependency.
         chain: jobs that follow each other, each going on where the last one stopped.
         cwd: folder that the job starts in; by default this one.
+
+    Raises:
+        RunFailed: Slurm refused; of a chain, its first jobs may wait all the same, and are named.
     """
     cwd = cwd or os.getcwd()
     ids: list[str] = []
     for place in range(chain):
         after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else list(options)
-        ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *after]))
-        record(planned.run, Submitted(ids[-1], time.time(), cwd, place))
+        try:
+            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *after]))
+        except RunFailed as error:
+            if not ids:
+                raise
+            what = f"{error.what}; before that job {', '.join(ids)} was submitted"
+            raise RunFailed(what, f"{error.fix}; hpctrain cancel takes back what was submitted") from error
+        note(planned.run, Submitted(ids[-1], time.time(), cwd, place))
         for index, config in enumerate(planned.elements):
-            record(RunDir.for_config(config), Submitted(f"{ids[-1]}_{index}", time.time(), cwd))
+            note(RunDir.for_config(config), Submitted(f"{ids[-1]}_{index}", time.time(), cwd))
     return ids
 
 
+def note(run: RunDir, submitted: Submitted) -> None:
+    """``record`` for a job that is in the queue already: where it cannot be recorded, the person learns its number."""
+    try:
+        record(run, submitted)
+    except RunFailed as error:
+        say(f"{error.what}\n  fix: {error.fix}; scancel {submitted.job} ends the job")
+
+
 def record(run: RunDir, submitted: Submitted) -> None:
-    """Appends to jobs.jsonl. Raises RunFailed where it cannot: then nobody else knows of the job."""
+    """Appends to jobs.jsonl.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
     path = run.path / "jobs.jsonl"
     line = json.dumps(dataclasses.asdict(submitted)).encode() + b"\n"
     try:
@@ -167,10 +189,7 @@ def record(run: RunDir, submitted: Submitted) -> None:
         why = "no space left on device"
     except OSError as error:
         why = str(error.strerror)
-    raise RunFailed(
-        f"job {submitted.job} was submitted, but {path} cannot be written: {why}",
-        f"free space; scancel {submitted.job} ends the job",
-    )
+    raise RunFailed(f"job {submitted.job} cannot be noted in {path}: {why}", "free space there")
 
 
 def submissions(run: RunDir) -> list[Submitted]:

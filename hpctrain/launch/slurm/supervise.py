@@ -23,7 +23,7 @@ from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.staged import STAGED
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
-from hpctrain.launch.verdict import Action, Verdict
+from hpctrain.launch.verdict import PREFLIGHT, Action, Verdict
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, write_atomically
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
@@ -38,7 +38,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     """One attempt at a run in the Slurm job that this process is the batch script of; the job's exit code.
 
     Raises:
-        UserError: not in a Slurm job, a wrong run file, or ranks that do not find each other.
+        UserError: not in a Slurm job, a wrong run file, or a run folder that is in use.
     """
     job, parent = current(), os.getppid()
     if job is None:
@@ -88,7 +88,9 @@ def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
         asked: who made the STOP file, none if nobody did.
     """
     person = asked is not None and not asked.startswith("signal ")
-    if person or verdict.action in (Action.DONE, Action.FAIL) or who not in PAST_QUESTION:
+    # Before the ranks start, what fails may have been ended by Slurm.
+    final = verdict.action in (Action.DONE, Action.FAIL) and verdict.cause != PREFLIGHT
+    if person or final or who not in PAST_QUESTION:
         return verdict
     # No failure of the run: whatever became of the ranks was Slurm's doing.
     what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it goes on from the last checkpoint"
@@ -109,16 +111,17 @@ def limits(config: Config, run_dir: RunDir) -> Limits:
 
 
 def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose: bool) -> Launch:
-    """What starts the ranks; what prevents it stands in the run folder, too."""
+    """What starts the ranks.
+
+    Raises:
+        HpctrainError: what prevents it (see ``in_job.prepare``).
+    """
     if job.id not in [each.job for each in submissions(run_dir)]:  # by sbatch itself
-        record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
-    try:
-        prepared = in_job.prepare(config, run_dir, job)
-    except HpctrainError as error:
-        verdict = Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause="preflight")
-        run_dir.end_attempt(number, verdict=verdict.to_json())
-        requeue.end_chain(run_dir, job)
-        raise
+        try:
+            record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
+        except HpctrainError as error:
+            say(f"hpctrain status and stop do not know of this job: {error}")
+    prepared = in_job.prepare(config, run_dir, job)
     if config.task:
         quiet = ["--verbose"] if verbose else []
         wrap = config.launch.slurm.wrap
