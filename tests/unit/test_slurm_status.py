@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.digest import Digest
 from hpctrain.errors import UserError
 from hpctrain.launch.slurm import client, logs, status, submission
@@ -57,6 +58,18 @@ def test_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(client, "accounted", lambda ids: [])
     made = status.of_run(run)
     assert (made.state, made.job) == ("UNKNOWN", "12")
+
+
+def test_without_slurm_the_folder_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)
+    run.begin_attempt()
+    submission.record(run, submission.Submitted("12", 0.0, "/"))
+    monkeypatch.setenv("PATH", "")
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "job 12 UNKNOWN" in said and "squeue is not on PATH" in said and "attempt 1" in said
 
 
 def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

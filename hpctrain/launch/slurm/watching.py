@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from hpctrain.errors import ExitCode, UserError
-from hpctrain.launch.slurm import client, submission
 from hpctrain.launch.slurm import logs as run_logs
 from hpctrain.launch.slurm import status as run_status
+from hpctrain.launch.slurm import submission
 from hpctrain.launch.slurm.commands import show
 
 FOLLOW_S = 0.5
@@ -16,8 +16,7 @@ FOLLOW_S = 0.5
 
 
 def status(args: argparse.Namespace) -> int:
-    """Prints where the run, or each element of an array, stands."""
-    client.find("squeue")
+    """Prints where the run, or each element of an array, stands; without Slurm, what the run folder knows."""
     found = [run_status.safe_of_run(run) for run in submission.runs(args.target)]
     show(args, [each.plain() for each in found], run_status.lines(found))
     return ExitCode.DONE
