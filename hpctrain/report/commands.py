@@ -104,7 +104,7 @@ def print_comparison(result: Mapping[str, Any]) -> None:
             table.add_column(name)
         for key, values in result[title].items():
             table.add_row(key, *(number(value) for value in values))
-        Console(highlight=False).print(table)
+        Console(highlight=False, markup=False).print(table)
 
 
 def find_run(name: str) -> RunDir:

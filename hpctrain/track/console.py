@@ -58,7 +58,7 @@ class BarConsole:
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
-            console=Console(file=stream, width=columns, force_terminal=True, highlight=False),
+            console=Console(file=stream, width=columns, force_terminal=True, highlight=False, markup=False),
         )
         self.bar: Any = None
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hpctrain.report import page, svg
 from hpctrain.report.axes import label, make_axis, time_unit
+from hpctrain.report.commands import print_comparison
 from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
 from hpctrain.report.heat import shrink
@@ -273,6 +274,14 @@ def test_comparison_of_two_folders(tmp_path: Path) -> None:
     assert result["results"]["final_loss"] == [1, 2]
     assert result["results"]["accuracy"] == [0.1, 0.2]
     assert len(set(result["runs"])) == 2
+
+
+def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_comparison(
+        {"runs": ["a[/x]", "b"], "configuration": {"task_args.data": ["[/data/x]", "v[red]"]}, "results": {}}
+    )
+    said = capsys.readouterr().out
+    assert "a[/x]" in said and "[/data/x]" in said and "v[red]" in said
 
 
 def test_shrinking_a_map_keeps_the_hot_spot() -> None:

@@ -63,6 +63,14 @@ def test_a_terminal_gets_a_bar():
     assert "loss 0.5" in stream.getvalue()
 
 
+@pytest.mark.parametrize("name", ["top[/5]", "f1[cat]"])
+def test_a_terminal_takes_names_as_they_are(name):
+    stream = io.StringIO()
+    console = make_console(100, stream)
+    console.event({"event": "eval", "step": 8, "metrics": {name: 0.5}})
+    assert f"{name} 0.5" in stream.getvalue()
+
+
 def test_a_terminal_is_left_alone_if_the_run_never_started():
     stream = io.StringIO()
     make_console(80, stream).close()
