@@ -88,6 +88,9 @@ def script(run_file: str) -> Iterator[Finding]:
     except HpctrainError as error:
         yield problem("job script", error.what, error.fix)
         return
+    except subprocess.TimeoutExpired:
+        yield problem("job script", "sbatch --test-only did not answer within 60 s", "try again when Slurm answers")
+        return
     said = (done.stderr + done.stdout).strip().splitlines()
     last = said[-1].removeprefix("sbatch: ") if said else "no answer"
     if done.returncode:

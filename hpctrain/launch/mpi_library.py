@@ -15,6 +15,9 @@ from pathlib import Path
 
 from hpctrain.errors import MissingExtra, UserError
 
+PROBE_S = 120.0
+"""A file system under load gives a library within minutes or not at all."""
+
 
 class Flavour(StrEnum):
     """Families of mpirun that take the same options."""
@@ -54,9 +57,14 @@ def probe() -> MpiLibrary:
 
     Raises:
         MissingExtra: mpi4py is not installed.
-        UserError: it is, but finds no MPI library, or one of an unknown family.
+        UserError: it is, but finds no MPI library in time, or one of an unknown family.
     """
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        what = f"mpi4py and its MPI library were not loaded within {PROBE_S:.0f} s"
+        raise UserError(what, "see whether the file system that they lie on answers") from error
     if done.returncode:
         if "No module named 'mpi4py'" in done.stderr:
             raise MissingExtra("mpi4py", "mpi")

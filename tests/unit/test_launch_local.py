@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hpctrain.launch.mpi_library import (
     find_mpirun,
     flavour_of,
     launcher_environment,
+    probe,
     short,
 )
 from hpctrain.launch.threads import cpu_quota, thread_environment, threads_per_rank
@@ -37,6 +39,15 @@ from hpctrain.launch.threads import cpu_quota, thread_environment, threads_per_r
 )
 def test_families_of_mpi_are_known_by_what_they_say(text, flavour):
     assert flavour_of(text) is flavour
+
+
+def test_an_mpi_that_does_not_load_is_said(monkeypatch):
+    def hangs(*words, timeout, **more):
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr("hpctrain.launch.mpi_library.subprocess.run", hangs)
+    with pytest.raises(UserError, match="not loaded within 120 s"):
+        probe()
 
 
 def test_an_unknown_mpi_is_said():

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.digest import Digest
 from hpctrain.errors import UserError
-from hpctrain.launch.slurm import client, logs, status, submission
+from hpctrain.launch.slurm import client, ending, logs, status, submission
 from hpctrain.run_dir import RunDir
 
 
@@ -72,6 +72,11 @@ def test_without_slurm_the_folder_speaks(
     assert "job 12 UNKNOWN" in said and "squeue is not on PATH" in said and "attempt 1" in said
 
 
+def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="STOP cannot be made"):
+        ending.request_stop(RunDir(tmp_path / "missing"))
+
+
 def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
         client.parse_queue(f"{job}|{job}|N/A|{state}|1|2|3|n1|now|None")
@@ -109,6 +114,9 @@ def test_sweeps(tmp_path: Path) -> None:
     assert submission.sweep([str(tmp_path / "sweep")]) == [["--seed", "1", "--name", "a b"], ["--seed", "2"]]
     with pytest.raises(UserError, match="No such file"):
         submission.sweep(["nothing"])
+    (tmp_path / "torn").write_text("--name 'a\n")
+    with pytest.raises(UserError, match="No closing quotation"):
+        submission.sweep([str(tmp_path / "torn")])
     (tmp_path / "empty").write_text("# nothing\n")
     with pytest.raises(UserError, match="no elements"):
         submission.sweep([str(tmp_path / "empty")])

@@ -6,7 +6,7 @@ import argparse
 import getpass
 import socket
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import ExitCode, UserError
 from hpctrain.launch import live_lock
 from hpctrain.launch.slurm import client, submission
 from hpctrain.launch.slurm.commands import show
@@ -21,7 +21,7 @@ def stop(args: argparse.Namespace) -> int:
     said, text = [], []
     for run in submission.runs(args.target):
         if runs_without_job(run):
-            run.request_stop(requester())
+            request_stop(run)
             text.append(f"{run.path}: asked the run to save a checkpoint and stop")
             said.append({"run": str(run.path), "asked": [], "cancelled": []})
             continue
@@ -33,11 +33,25 @@ def stop(args: argparse.Namespace) -> int:
             client.cancel(waiting)
             text.append(f"{run.path}: took job {', '.join(waiting)} out of the queue")
         if running:
-            run.request_stop(requester())
+            request_stop(run)
             text.append(f"{run.path}: asked job {', '.join(running)} to save a checkpoint and stop")
         said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
     show(args, said, text or ["no job runs or waits"])
     return ExitCode.DONE
+
+
+def request_stop(run: RunDir) -> None:
+    """Makes the STOP file.
+
+    Raises:
+        UserError: the run folder cannot be written.
+    """
+    try:
+        run.request_stop(f"{getpass.getuser()}@{socket.gethostname()}")
+    except OSError as error:
+        raise UserError(
+            f"{run.stop_file} cannot be made: {error.strerror}", "ask the run's owner, or hpctrain cancel ends its job"
+        ) from error
 
 
 def runs_without_job(run: RunDir) -> bool:
@@ -46,11 +60,6 @@ def runs_without_job(run: RunDir) -> bool:
     if holder is None or holder.job is not None:
         return False
     return live_lock.is_live(holder, live_lock.silence_s(run.lock_file), live_lock.myself())
-
-
-def requester() -> str:
-    """Who asks, for the STOP file."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def cancel(args: argparse.Namespace) -> int:

@@ -238,13 +238,12 @@ def sweep(words: Sequence[str]) -> list[list[str]]:
             continue
         try:
             lines = Path(word).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UserError(
-                f"--array {word}: {error.strerror}", "give a file of options, or key=value,value"
-            ) from error
-        elements += [
-            shlex.split(line, comments=True) for line in lines if line.strip() and not line.lstrip().startswith("#")
-        ]
+            elements += [
+                shlex.split(line, comments=True) for line in lines if line.strip() and not line.lstrip().startswith("#")
+            ]
+        except (OSError, ValueError) as error:  # no text, or a quotation without an end
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"--array {word}: {why}", "give a file of options, or key=value,value") from error
     if axes:
         elements += [list(itertools.chain.from_iterable(point)) for point in itertools.product(*axes)]
     if words and not elements:
