@@ -17,21 +17,25 @@ WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Asks a running job to save and stop, or a run without one; a waiting job is taken out of the queue."""
+    """Asks a running job to save and stop, or a run without one; others have nothing to save and are cancelled.
+
+    An attempt that begins forgets older requests: a job that runs without holding the run folder would not see ours.
+    """
     said, text = [], []
     for run in submission.runs(args.target):
-        if runs_without_job(run):
+        holder = at_work(run)
+        if holder is not None and holder.job is None:
             request_stop(run)
             text.append(f"{run.path}: asked the run to save a checkpoint and stop")
             said.append({"run": str(run.path), "asked": [], "cancelled": []})
             continue
         client.find("scancel")
         entries = submission.alive(run)
-        waiting = [entry.id for entry in entries if entry.state in WAITING]
-        running = [entry.id for entry in entries if entry.state not in WAITING]
+        waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
+        running = [entry.id for entry in entries if entry.id not in waiting]
         if waiting:
             client.cancel(waiting)
-            text.append(f"{run.path}: took job {', '.join(waiting)} out of the queue")
+            text.append(f"{run.path}: cancelled job {', '.join(waiting)}, which has nothing to save")
         if running:
             request_stop(run)
             text.append(f"{run.path}: asked job {', '.join(running)} to save a checkpoint and stop")
@@ -54,12 +58,12 @@ def request_stop(run: RunDir) -> None:
         ) from error
 
 
-def runs_without_job(run: RunDir) -> bool:
-    """Whether ``hpctrain run`` or ``train`` works on the folder."""
+def at_work(run: RunDir) -> live_lock.Holder | None:
+    """Who works on the folder: a job's supervisor, or ``hpctrain run`` or ``train`` without one."""
     holder = live_lock.read(run.lock_file)
-    if holder is None or holder.job is not None:
-        return False
-    return live_lock.is_live(holder, live_lock.silence_s(run.lock_file), live_lock.myself())
+    if holder is None or not live_lock.is_live(holder, live_lock.silence_s(run.lock_file), live_lock.myself()):
+        return None
+    return holder
 
 
 def cancel(args: argparse.Namespace) -> int:
