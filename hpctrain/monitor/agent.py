@@ -135,7 +135,7 @@ class ChiefAgent:
         for message in self.node.poll(now):
             self.obey(self.chief.receive(message, now))
         for connection in [one for one in self.connections if one.wants_to_send]:
-            connection.flush()
+            self.flush(connection)
         self.obey(self.chief.tick(now))
 
     def hear(self, connection: Connection) -> None:
@@ -144,9 +144,7 @@ class ChiefAgent:
             if "node" in message.fields:
                 self.by_node[int(message.fields["node"])] = connection
             self.obey(self.chief.receive(message, time.monotonic()))
-        connection.flush()
-        if connection.closed:
-            self.forget(connection)
+        self.flush(connection)
 
     def accept(self) -> None:
         """Takes a new connection."""
@@ -156,10 +154,13 @@ class ChiefAgent:
             connection = Connection(stream, self.token)
             self.connections.append(connection)
             self.ears.register(connection)
-            connection.flush()
+            self.flush(connection)
 
-    def forget(self, connection: Connection) -> None:
-        """Drops a connection that has ended."""
+    def flush(self, connection: Connection) -> None:
+        """Sends what waits. One that has ended is dropped at once: its descriptor may be the next one's."""
+        connection.flush()
+        if not connection.closed or connection not in self.connections:
+            return
         self.connections.remove(connection)
         for key in [key for key, value in self.by_node.items() if value is connection]:
             del self.by_node[key]
@@ -174,7 +175,7 @@ class ChiefAgent:
             elif command.node in self.by_node:
                 connection = self.by_node[command.node]
                 connection.send(command.message)
-                connection.flush()
+                self.flush(connection)
 
 
 class NodeAgent:

@@ -6,20 +6,24 @@ import json
 import os
 import secrets
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.config import MonitorConfig
 from hpctrain.monitor import session, shared
-from hpctrain.monitor.agent import AgentPlan
+from hpctrain.monitor.agent import AgentPlan, ChiefAgent
+from hpctrain.monitor.chief import Command
 from hpctrain.monitor.clock import RingClock
 from hpctrain.monitor.node import NodePlan
 from hpctrain.monitor.shared import FINISHED, STATE, Layout, Slot
+from hpctrain.monitor.wire import Connection, Message, connect
 from hpctrain.run_dir import RunDir
 from hpctrain.train.clock import Phase
 
@@ -109,6 +113,36 @@ def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_pat
     assert view["step"] == 400 and view["dropped_windows"] == 0
     for index in range(2):
         assert (tmp_path / "monitor" / f"agent-{index}.log").read_text() == ""
+
+
+def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() -> None:
+    node = SimpleNamespace(
+        plan=SimpleNamespace(node=0), alarmed=False, new_lives=lambda: [], poll=lambda now: [], note_death=None
+    )
+    chief = SimpleNamespace(receive=lambda message, now: [], tick=lambda now: [], open_hang=None)
+    with session.listen() as listener:
+        first = ChiefAgent(node, chief, listener, b"t")  # type: ignore[arg-type]
+        first.ears.register(listener)
+
+        def meet() -> Connection:
+            other = connect(["127.0.0.1"], listener.getsockname()[1], b"t")
+            assert other is not None
+            other.send(Message("beat", {"node": 1}))
+            for _ in range(4):
+                other.flush()
+                first.turn()
+                other.receive()
+            return other
+
+        other = meet()
+        other.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+        other.stream.close()
+        first.obey([Command(1, Message("look"))])
+        other = meet()
+        assert other.trusted and first.connections == [first.by_node[1]]
+        other.close()
+        first.connections[0].close()
+        first.ears.selector.close()
 
 
 def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
