@@ -196,7 +196,8 @@ class Attempt:
             what = f"rank {gone[0].rank} on {gone[0].host} (process {gone[0].pid}) died"
             self.suspect("died", now, FAILURE_GRACE_S, what, words)
         ended = [word for word in words if word.ending in GOOD_ENDINGS]
-        if ended and len(ended) < self.launch.ranks:
+        # Ours end together; a program that is not ours may have one rank write for long after the others.
+        if self.launch.saves and ended and len(ended) < self.launch.ranks:
             late = sorted(set(range(self.launch.ranks)) - {word.rank for word in ended})
             what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
             self.suspect("left", now, END_GRACE_S, what, words)

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from hpctrain.errors import ExitCode, NoRequeue
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.launch.verdict import PREFLIGHT, Action
 from hpctrain.run_dir import RunDir
+
+SUPERVISOR = """
+import json, sys
+from pathlib import Path
+from hpctrain.launch import attempt, supervisor
+from hpctrain.run_dir import RunDir
+attempt.END_GRACE_S = attempt.WORDS_EVERY_S = 0.05
+saves, folder, *words = sys.argv[1:]
+launch = attempt.Launch(words, {}, 2, saves=saves == "True")
+verdict = supervisor.supervise(RunDir(Path(folder)), lambda number: launch, attempt.Limits(), {})
+print(json.dumps(verdict.to_json()))
+"""
+
+
+@pytest.mark.parametrize(("saves", "action"), [(True, "requeue"), (False, "done")])
+def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: Path, saves: bool, action: str) -> None:
+    rank = f"{shlex.quote(sys.executable)} -m hpctrain.launch.command_rank"
+    ranks = f"PMI_RANK=0 {rank} true & PMI_RANK=1 {rank} sleep 1; wait"
+    words = [sys.executable, "-c", SUPERVISOR, str(saves), str(tmp_path / "run"), "bash", "-c", ranks]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["action"] == action, done.stdout
 
 
 def test_what_prevents_the_start_is_the_verdict(tmp_path: Path) -> None:
