@@ -216,8 +216,9 @@ class Attempt:
             self.kill_at = min(self.kill_at, now)
 
     def lives(self, word: LastWord) -> bool:
-        """Whether a rank's process is there; what runs on another host is not seen from here."""
-        return word.host != socket.gethostname() or processes.is_alive(word.pid, word.birth)
+        """Whether a rank's process is there; what runs on another host or in a container is not seen from here."""
+        here = word.host == socket.gethostname() and word.machine == processes.machine()
+        return not here or processes.is_alive(word.pid, word.birth)
 
     def end(self, now: float, reason: str, fix: str, cause: str) -> None:
         """Has the launcher end all ranks, and kills what remains some seconds later."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunFailed
-from hpctrain.launch.processes import birth
+from hpctrain.launch.processes import birth, machine
 from hpctrain.run_dir import RunDir, write_atomically
 
 FILE_BYTES = 16384
@@ -85,6 +85,8 @@ class LastWord:
     """What the supervisor found out."""
     oom_kills: int | None = None
     """Processes that the kernel had killed for memory in this rank's control group when it started."""
+    machine: str | None = None
+    """Where pid and birth mean something: the host's boot and the container's process namespace."""
 
     def to_json(self) -> dict[str, Any]:
         """All fields that are known."""
@@ -102,7 +104,8 @@ class LastWord:
 
 def first_word(rank: int | None, oom_kills: int | None = None) -> LastWord:
     """This process, running."""
-    return LastWord(rank, socket.gethostname(), os.getpid(), birth(os.getpid()), time.time(), oom_kills=oom_kills)
+    host, pid = socket.gethostname(), os.getpid()
+    return LastWord(rank, host, pid, birth(pid), time.time(), oom_kills=oom_kills, machine=machine())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError
-from hpctrain.launch.processes import birth, is_alive
+from hpctrain.launch.processes import birth, is_alive, machine
 from hpctrain.run_dir import RunDir, create_exclusively
 
 BEAT_S = 10.0
@@ -43,7 +43,7 @@ class Holder:
 def myself() -> Holder:
     """This process."""
     job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    return Holder(socket.gethostname(), os.getpid(), birth(os.getpid()), _machine(), job, restarts, time.time())
+    return Holder(socket.gethostname(), os.getpid(), birth(os.getpid()), machine(), job, restarts, time.time())
 
 
 @dataclass
@@ -146,13 +146,6 @@ def _take_away(path: Path, dead: Holder | None) -> None:
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
-
-
-def _machine() -> str:
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
 
 
 def _describe(other: Holder) -> str:

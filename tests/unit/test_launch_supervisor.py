@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ExitCode, NoRequeue
-from hpctrain.launch.attempt import Launch, Limits
+from hpctrain.launch.attempt import Attempt, Launch, Limits
+from hpctrain.launch.last_words import first_word
+from hpctrain.launch.live_lock import LiveLock, myself
+from hpctrain.launch.signals import StopSignals
 from hpctrain.launch.supervisor import supervise
 from hpctrain.launch.verdict import PREFLIGHT, Action
 from hpctrain.run_dir import RunDir
@@ -36,6 +40,14 @@ def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: 
     words = [sys.executable, "-c", SUPERVISOR, str(saves), str(tmp_path / "run"), "bash", "-c", ranks]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["action"] == action, done.stdout
+
+
+def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    attempt = Attempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    here = first_word(0)
+    assert attempt.lives(here) and not attempt.lives(dataclasses.replace(here, birth=1.0))
+    assert attempt.lives(dataclasses.replace(here, pid=2, birth=1.0, machine="another namespace"))
 
 
 def test_what_prevents_the_start_is_the_verdict(tmp_path: Path) -> None:
