@@ -202,7 +202,8 @@ class TorchFramework:
         random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
 
         def rehearse(reducer: Reducer) -> None:
-            self._gradients(reducer, micro_batches, global_samples, _NoClock())
+            copies = [{name: np.array(array) for name, array in batch.items()} for batch in micro_batches]
+            self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
 
         reducer = measured_reducer(
             self.config.reduce, self.world, self.model, rehearse, self.chosen_reducer, self.announce

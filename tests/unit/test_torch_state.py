@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpctrain.comm.torch_reducer import NoReducer
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
@@ -162,3 +163,22 @@ def test_equal_weights_have_equal_hashes_in_any_memory_format() -> None:
     image = torch.randn(2, 3, 4, 5)
     assert digest([image]) == digest([image.to(memory_format=torch.channels_last)])
     assert digest([image]) != digest([image + 1])
+
+
+def test_rehearsals_leave_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled_in_place(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs: torch.Tensor = model(batch["x"].mul_(0.5))
+        return outputs
+
+    def rehearsed(config, world, model, rehearse, *others):
+        reducer = NoReducer(list(model.named_parameters()))
+        rehearse(reducer)
+        rehearse(reducer)
+        return reducer
+
+    plain = make_framework(alone(), forward=scaled_in_place)
+    wanted = train(plain, 1)
+    monkeypatch.setattr("hpctrain.frameworks.torch.measured_reducer", rehearsed)
+    measured = make_framework(alone(), forward=scaled_in_place)
+    measured.reducer = None
+    assert train(measured, 1) == wanted
