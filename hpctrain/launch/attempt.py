@@ -205,8 +205,12 @@ class Attempt:
             self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
 
     def suspect(self, key: str, now: float, patience_s: float, what: str, words: Sequence[LastWord]) -> None:
-        """Ends the attempt once this has lasted too long. A rank's own error stays the reason."""
-        if now - self.suspicion.setdefault(key, now) > patience_s:
+        """Ends the attempt once this has lasted too long. A rank's own error stays the reason.
+
+        A launcher that is ending the ranks itself has the time that it names for it: then it knows which node is gone.
+        """
+        lasted_s = now - self.suspicion.setdefault(key, now)
+        if lasted_s > patience_s and lasted_s > patience_s + launchers.waits_s(self.launcher_text()):
             own_error = any(word.ending is Ending.FAILED for word in words)
             self.end(now, "" if own_error else what, "see the rank's log", "killed" if key == "died" else "hang")
 

@@ -45,6 +45,7 @@ OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(
 HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
 GAVE_UP = "Timed out waiting for job step to complete"
+WAITS = re.compile(r"Waiting up to (\d+) seconds for job step to finish")
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
     r"DUE TO NODE.?FAIL|srun: error: .*[Nn]ode failure"
@@ -81,6 +82,11 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
 def lost_a_node(text: str) -> bool:
     """Whether the launcher says that a node or its daemon is gone."""
     return bool(LOST_NODE.search(text))
+
+
+def waits_s(text: str) -> float:
+    """Seconds that srun gives a step to end before it says which ranks it has lost; 0 where it does not end one."""
+    return max((float(seconds) for seconds in WAITS.findall(text)), default=0.0)
 
 
 def not_started(text: str) -> tuple[list[int], str]:

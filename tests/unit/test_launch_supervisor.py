@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import ExitCode, NoRequeue
 from hpctrain.launch.attempt import Attempt, Launch, Limits
-from hpctrain.launch.last_words import first_word
+from hpctrain.launch.last_words import WordFile, first_word
 from hpctrain.launch.live_lock import LiveLock, myself
 from hpctrain.launch.signals import StopSignals
 from hpctrain.launch.supervisor import supervise
@@ -48,6 +48,23 @@ def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_pa
     here = first_word(0)
     assert attempt.lives(here) and not attempt.lives(dataclasses.replace(here, birth=1.0))
     assert attempt.lives(dataclasses.replace(here, pid=2, birth=1.0, machine="another namespace"))
+
+
+@pytest.mark.parametrize(
+    ("said", "patience_s"), [("", 10), ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.", 42)]
+)
+def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, said: str, patience_s: int) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.log("launcher", 1).write_text(said)
+    attempt = Attempt(Launch([], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    dead = dataclasses.replace(first_word(0), birth=1.0)
+    WordFile.of(run, 1, dead).begin(dead)
+    for now in (0, patience_s):
+        attempt.look_at_ranks(now)
+        assert attempt.failure is None
+    attempt.look_at_ranks(patience_s + 1)
+    assert attempt.failure is not None and attempt.failure.cause == "killed"
 
 
 def test_what_prevents_the_start_is_the_verdict(tmp_path: Path) -> None:
