@@ -13,6 +13,10 @@ from typing import Any, Literal
 from hpctrain.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LARGEST_SEED = 2**64 - 1
+"""What the generators of data order and frameworks take."""
+MOST_EPOCHS = 10**6
+"""Beyond what anybody means."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class ScheduleConfig:
             raise UserError("both schedule.warmup_steps and schedule.warmup_epochs are given", "keep one of them")
         at_least("schedule.warmup_steps", self.warmup_steps, 0)
         at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
+        at_most("schedule.warmup_epochs", self.warmup_epochs, MOST_EPOCHS)
         at_least("schedule.base_batch", self.base_batch, 1)
         at_least("schedule.final_factor", self.final_factor, 0)
         above("schedule.power", self.power, 0)
@@ -408,6 +413,7 @@ class Config:
             exactly_one("train.epochs", train.epochs, "train.steps", train.steps)
             exactly_one("train.global_batch", train.global_batch, "train.batch_per_rank", train.batch_per_rank)
         at_least("seed", self.seed, 0)
+        at_most("seed", self.seed, LARGEST_SEED)
 
 
 def exactly_one(first: str, first_value: object, second: str, second_value: object) -> None:
@@ -418,12 +424,18 @@ def exactly_one(first: str, first_value: object, second: str, second_value: obje
 
 
 def at_least(key: str, value: float | None, least: float) -> None:
-    """Raises UserError where a given value is below the least one."""
-    if value is not None and value < least:
+    """Raises UserError where a given value is below the least one, or no number (NaN)."""
+    if value is not None and not value >= least:
         raise UserError(f"{key} is {value}", f"give {least} or more")
 
 
 def above(key: str, value: float | None, bound: float) -> None:
-    """Raises UserError where a given value is not above the bound."""
-    if value is not None and value <= bound:
+    """Raises UserError where a given value is not above the bound, or no number (NaN)."""
+    if value is not None and not value > bound:
         raise UserError(f"{key} is {value}", f"give a number above {bound}")
+
+
+def at_most(key: str, value: float | None, most: float) -> None:
+    """Raises UserError where a given value is above the largest one."""
+    if value is not None and value > most:
+        raise UserError(f"{key} is {value}", f"give {most} or less")
