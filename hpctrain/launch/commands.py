@@ -44,7 +44,7 @@ def run_locally(args: argparse.Namespace) -> int:
     from hpctrain.run_dir import RunDir
 
     config = load(args.run_file, args.overrides)
-    ranks = args.ranks or config.launch.ranks_per_node or 1
+    ranks = config.launch.ranks_per_node or 1 if args.ranks is None else args.ranks
     if ranks < 1:
         raise UserError(f"-n {ranks}", "start 1 rank or more")
     flags = [f"--{name}" for name in ("verbose", "fresh") if getattr(args, name)]

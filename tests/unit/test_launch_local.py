@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli import main
 from hpctrain.config import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.local import rank_environment
@@ -48,6 +49,13 @@ def test_an_mpi_that_does_not_load_is_said(monkeypatch):
     monkeypatch.setattr("hpctrain.launch.mpi_library.subprocess.run", hangs)
     with pytest.raises(UserError, match="not loaded within 120 s"):
         probe()
+
+
+def test_no_ranks_are_none(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
+    assert main(["run", "-n", "0", str(tmp_path / "run.yaml")]) == 64
+    assert "start 1 rank or more" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_mpi_is_said():

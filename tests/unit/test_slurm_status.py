@@ -162,6 +162,25 @@ def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Pat
     assert logs.first_error(logs.find(run, rank="1")) is None
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("hpctrain: attempt 1: 4 ranks on n[1-2] with srun", None),
+        ("hpctrain: stopped by signal SIGUSR1 at step 9\n  fix: the same command resumes it\nhpctrain: requeued", None),
+        ("hpctrain: attempt 1: 2 ranks\nhpctrain: no data\n  fix: give some", "hpctrain: no data"),
+        ("hpctrain: n2 was lost\n  fix: the same command resumes it\n  logs: /r/logs", "hpctrain: n2 was lost"),
+        ("hpctrain: rank 0 died\n  logs: /r/logs", "hpctrain: rank 0 died"),
+        ("hpctrain: line 9 of the job script failed: false", "hpctrain: line 9"),
+    ],
+)
+def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said: str, found: str | None) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    (run.logs / "slurm-7.out").write_text(f"{said}\n")
+    error = logs.first_error(logs.find(run))
+    assert error is None if found is None else error is not None and error[1].startswith(found)
+
+
 def test_following_ends_with_the_job(tmp_path: Path) -> None:
     path, states = tmp_path / "log", iter([False, False, True, True])
     path.write_text("one\n")

@@ -11,8 +11,12 @@ from pathlib import Path
 from hpctrain.run_dir import RunDir
 
 NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
+OURS = (
+    r"^hpctrain: .+(?: of the job script failed|\n  fix: (?!the same command|nothing to do)|(?:\n  fix: .*)?\n  logs: )"
+)
+"""How the script and the supervisor tell an error; ends in order have no logs to look at, and little to fix."""
 ERROR = re.compile(
-    r"Traceback|\b\w*Error\b|^hpctrain: |Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT", re.MULTILINE
+    rf"Traceback|\b\w*Error\b|{OURS}|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT", re.MULTILINE
 )
 
 
@@ -42,7 +46,7 @@ def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> li
     return sorted(found, key=lambda log: (log.attempt, not log.rank.isdigit(), log.rank.zfill(9), log.path))
 
 
-def first_error(logs: Sequence[Log], words: dict[str, object] | None = None) -> tuple[Log, str] | None:
+def first_error(logs: Sequence[Log]) -> tuple[Log, str] | None:
     """The log that fell silent first among those that show an error, and its lines from the error on."""
     candidates = []
     for log in logs:
