@@ -242,14 +242,20 @@ class Saver:
         if spoiled := image.first_not_finite(self.trained):
             raise NoRequeue(f"{spoiled} is not finite", "no checkpoint is made of weights that nobody could go on with")
         self.store.prepare_folder(partial)
+        self._require_space(partial, image.buffer.size)
+        file = shard_file(self.group.rank, self.group.size)
+        leave_record(partial, file, image.write(partial / file))
+
+    def _require_space(self, partial: Path, own_bytes: int) -> None:
+        """Raises OSError where there is no room: on rank 0 for what is missing of all shards, on others for theirs."""
+        missing = own_bytes
+        if self.group.rank == 0:  # others may have begun; one rank that asks for all sizes is enough for the server
+            missing = self.total_bytes - sum(entry.stat().st_size for entry in os.scandir(partial))
         free = os.statvfs(partial)
-        available = free.f_bavail * free.f_frsize
-        needed = self.total_bytes + SPARE_BYTES
+        available, needed = free.f_bavail * free.f_frsize, missing + SPARE_BYTES
         if available < needed:
             lack = f"{self.store.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed"
             raise OSError(f"{os.strerror(errno.ENOSPC)}: {lack}")
-        file = shard_file(self.group.rank, self.group.size)
-        leave_record(partial, file, image.write(partial / file))
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import DamagedCheckpoint
 from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.group import Group
 from hpctrain.errors import RunFailed, UserError
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
@@ -178,3 +181,26 @@ def test_a_failed_save_leaves_the_store_usable(store: CheckpointStore) -> None:
     blocker.unlink()
     store.save(arrays(), step=2)
     assert sorted(os.listdir(store.path)) == ["step-000000001", "step-000000002"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_the_other_rank_has_written_already_is_not_asked_for_again(
+    rank: int, fits: bool, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = 1 << 20  # bytes of each of two ranks; there is room for little more, and the other one was first
+    room = 2 * share + SPARE_BYTES + (1 << 16) - (0 if fits else 2 * share)
+    group = Group("one of two")
+    group.rank, group.size = rank, 2
+    saver = Saver(store, group, [0, 1], "token")
+    partial = store.partial(3, "token-1")
+    store.prepare_folder(partial)
+    (partial / f"shard-{1 - rank:05d}-of-00002.h5").write_bytes(bytes(share))
+    free = os.statvfs(store.path)
+    left = (room - share) // free.f_frsize
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=left, f_frsize=free.f_frsize))
+    saver.begin(array_tensors({"model/weight": np.zeros((2, share // 4), np.float32)}, {}), 3, {})
+    assert saver.job is not None
+    error = saver.job.future.exception()
+    saver.close()
+    assert (error is None) is fits, error
