@@ -9,8 +9,10 @@ from typing import Any
 
 import jinja2
 
+from hpctrain.errors import UserError
 from hpctrain.report.reading import RunData
 from hpctrain.report.summary import summarize
+from hpctrain.run_dir import RunDir
 
 
 def model_card(data: RunData, step: int | None = None) -> str:
@@ -19,7 +21,16 @@ def model_card(data: RunData, step: int | None = None) -> str:
     Args:
         data: the run.
         step: of the checkpoint that the card is for; by default the newest.
+
+    Raises:
+        UserError: there is no such checkpoint.
     """
+    run_dir = RunDir(data.path)
+    if step is not None and not read_manifest(data, step):
+        newest = run_dir.newest_checkpoint_step()
+        fix = "hpctrain ckpt ls shows what there is" if newest is not None else "train until one is saved"
+        raise UserError(f"{data.path} has no checkpoint of step {step}", fix)
+    step = run_dir.newest_checkpoint_step() if step is None else step
     summary = summarize(data)
     attempts = data.info.get("attempts") or [{}]
     environment = jinja2.Environment(
@@ -31,7 +42,7 @@ def model_card(data: RunData, step: int | None = None) -> str:
     return environment.get_template("card.md.j2").render(
         summary=summary,
         config=data.config,
-        step=step if step is not None else summary["steps"],
+        step=step,
         fingerprint=fingerprint(data, step),
         git_commit=attempts[-1].get("git_commit"),
         finished=_date(attempts[-1].get("ended")),
