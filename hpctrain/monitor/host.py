@@ -144,7 +144,7 @@ def process_counters(pid: int) -> dict[str, float]:
         if line.startswith("VmSwap:"):
             counters["swapped_bytes"] = 1024.0 * int(line.split()[1])
     waiting, involuntary = 0, 0
-    for task in os.listdir(folder / "task") if (folder / "task").exists() else ():
+    for task in names_in(folder / "task"):
         if schedule := (text_of(folder / "task" / task / "schedstat") or "").split():
             waiting = max(waiting, int(schedule[1]))
         for line in lines_of(folder / "task" / task / "status"):
@@ -206,6 +206,14 @@ def processor_seconds() -> dict[int, float]:
         if fields:
             found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / TICK
     return found
+
+
+def names_in(folder: Path) -> list[str]:
+    """A folder's entries; none where it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def text_of(path: Path) -> str | None:

@@ -59,6 +59,14 @@ def test_a_real_reading_has_the_counters_of_linux() -> None:
     assert host.read([2**22 + 1], 0.0).processes == {2**22 + 1: {}}
 
 
+def test_a_process_that_ends_while_it_is_read_costs_its_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(folder: Path) -> list[str]:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "listdir", gone)
+    assert host.process_counters(os.getpid())["waiting_s"] == 0
+
+
 @pytest.fixture
 def spinning() -> Iterator[subprocess.Popen[str]]:
     program = (
