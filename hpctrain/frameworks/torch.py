@@ -85,6 +85,8 @@ class TorchFramework:
         train = config.train
         self.task, self.world, self.config, self.clock = task, world, config, clock
         self.device = pick_device(world.local_rank)
+        if train.threads is not None:  # a supervisor has told the environment; mpirun has not
+            torch.set_num_threads(train.threads)
         self.model: torch.nn.Module = task.model
         self.optimizer: torch.optim.Optimizer = task.optimizer
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format

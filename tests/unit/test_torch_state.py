@@ -182,3 +182,12 @@ def test_rehearsals_leave_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     measured = make_framework(alone(), forward=scaled_in_place)
     measured.reducer = None
     assert train(measured, 1) == wanted
+
+
+def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_environment() -> None:
+    before = torch.get_num_threads()
+    try:
+        make_framework(alone(), threads=before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
