@@ -117,6 +117,7 @@ def make_hooks(
     config: Config, session: Session, run_dir: RunDir, problem: Problem, monitor: MonitorSession, fresh: bool
 ) -> list[Hook]:
     """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved."""
+    refuse_metrics_of_nothing(config, problem)
     world = session.world
     hooks: list[Hook] = []
     writer = EventWriter(run_dir.events, session.warn)
@@ -131,6 +132,20 @@ def make_hooks(
     hooks.append(MonitorHook(monitor))
     hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, make_sinks(config, session, run_dir)))
     return hooks
+
+
+def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
+    """Raises UserError where a validation metric is to be watched and there is no validation data."""
+    watched = {
+        "train.early_stop.metric": config.train.early_stop.metric,
+        "checkpoint.best_metric": config.checkpoint.best_metric if config.checkpoint.enabled else None,
+    }
+    for key, metric in watched.items():
+        if metric is not None and problem.validation is None:
+            raise UserError(
+                f"{key} is {metric!r}, but task {config.task} has no validation data",
+                f"return TorchTask(..., validation=...), or remove {key}",
+            )
 
 
 def make_sinks(config: Config, session: Session, run_dir: RunDir) -> list[Sink]:
