@@ -36,7 +36,11 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         out = Path(folder, "rows.json")
         words = [word for pair in options.items() for word in pair]
         command = [*prefix, sys.executable, "-m", module, *words, "--out", str(out)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        try:
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
+            raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
         if ended.returncode or not out.exists():
             said = (ended.stdout + ended.stderr)[-4000:]
             raise RunFailed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,5 +57,6 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
             file.writelines(parts)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another --output") from error

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain import build
 from hpctrain.checkpoint import safetensors as ours
+from hpctrain.checkpoint.export import write_whole
 from hpctrain.checkpoint.format import DamagedCheckpoint
 from hpctrain.checkpoint.initial import converted, load_initial, match_names
 from hpctrain.checkpoint.saver import open_saver
@@ -199,3 +200,12 @@ def test_safetensors_that_are_none(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(DamagedCheckpoint):
             ours.read(path)
+
+
+@pytest.mark.parametrize("place", ["none/weights.pt", "file/weights.pt", "folder"])
+def test_an_export_that_cannot_be_written_says_so(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_whole(tmp_path / place, [b"weights"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

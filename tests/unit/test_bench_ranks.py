@@ -1,0 +1,14 @@
+"""Programs of benchmarks that do not give what they should."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.bench import ranks
+from hpctrain.errors import RunFailed
+
+
+def test_a_program_that_does_not_end_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 0.01)
+    with pytest.raises(RunFailed, match="timeit did not end within"):
+        ranks.on_ranks("timeit", {}, 1)
