@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import MissingExtra
+from hpctrain.errors import MissingExtra, UserError
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
 from hpctrain.report.reading import RunData
 from hpctrain.report.summary import make_attempts
@@ -19,20 +19,24 @@ def save_figures(data: RunData, folder: Path) -> list[Path]:
 
     Raises:
         MissingExtra: matplotlib is not installed.
+        UserError: the folder cannot be made or written.
     """
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise MissingExtra("matplotlib", "report") from error
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = [(plot.key, draw_lines(plot)) for plot in line_plots(data, make_attempts(data))]
     stack = phase_plot(data)
     if stack:
         drawn.append((stack.key, draw_stack(stack)))
     paths = []
-    for key, figure in drawn:
-        paths.append(folder / f"{key}.png")
-        figure.savefig(paths[-1], dpi=120)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for key, figure in drawn:
+            paths.append(folder / f"{key}.png")
+            figure.savefig(paths[-1], dpi=120)
+    except OSError as error:
+        raise UserError(f"pictures cannot be written into {folder}: {error.strerror}", "name a folder") from error
     return paths
 
 

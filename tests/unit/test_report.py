@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.errors import UserError
 from hpctrain.report import page, svg
 from hpctrain.report.axes import label, make_axis, time_unit
 from hpctrain.report.commands import print_comparison
 from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
+from hpctrain.report.figures import save_figures
 from hpctrain.report.heat import shrink
 from hpctrain.report.reading import KEPT_EVENTS, RunData, read
 from hpctrain.report.summary import goodput, make_attempts, summarize
@@ -282,6 +284,12 @@ def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str
     )
     said = capsys.readouterr().out
     assert "a[/x]" in said and "[/data/x]" in said and "v[red]" in said
+
+
+def test_pictures_need_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "plot.png").touch()
+    with pytest.raises(UserError, match="File exists"):
+        save_figures(read(folder(tmp_path / "run", trained(1))), tmp_path / "plot.png")
 
 
 def test_shrinking_a_map_keeps_the_hot_spot() -> None:
