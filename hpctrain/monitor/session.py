@@ -150,13 +150,16 @@ def start_agent(
     listener = None
     meeting: dict[str, object] = {}
     if world.rank == 0:
-        folder.monitor.mkdir(parents=True, exist_ok=True)
-        port = 0
-        if world.nodes > 1:
-            listener = listen()
-            port = listener.getsockname()[1]
-        meeting = {"addresses": addresses() if listener else [], "port": port, "token": secrets.token_hex(32)}
+        try:
+            folder.monitor.mkdir(parents=True, exist_ok=True)
+            listener = listen() if world.nodes > 1 else None
+            port = listener.getsockname()[1] if listener else 0
+            meeting = {"addresses": addresses() if listener else [], "port": port, "token": secrets.token_hex(32)}
+        except OSError as error:  # the other ranks wait for an answer
+            print(f"hpctrain monitor: not watching this run: {error}", file=sys.stderr, flush=True)
     meeting = world.everyone.broadcast(meeting, "learn where the monitor listens")
+    if not meeting:
+        return None
     everybody = world.everyone.allgather([world.host, world.node], "tell the monitor who is where")
     local_ranks = world.local.allgather(world.rank, "tell the monitor who is here")
     if world.local_rank != 0:

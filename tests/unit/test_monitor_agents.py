@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.comm.world import alone
 from hpctrain.config import MonitorConfig
 from hpctrain.monitor import session, shared
 from hpctrain.monitor.agent import AgentPlan, ChiefAgent
@@ -143,6 +144,16 @@ def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() ->
         other.close()
         first.connections[0].close()
         first.ears.selector.close()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").touch()
+    with session.start(alone(), tmp_path / "run") as monitor:
+        assert monitor.agent is None
+        monitor.clock.end_step()
+    assert "not watching this run" in capsys.readouterr().err
 
 
 def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
