@@ -47,6 +47,13 @@ def test_a_job_whose_attempt_has_not_begun_does_not_begin_it(run: RunDir, cancel
     assert cancelled == ["7", "8"]
 
 
+def test_a_run_in_an_interactive_allocation_is_asked(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    LiveLock(run, dataclasses.replace(myself(), job="99")).acquire()
+    assert main(["stop", str(run.path)]) == 0
+    assert run.stop_requested_by() is not None
+
+
 def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str]) -> None:
     LiveLock(run, dataclasses.replace(myself(), job=None)).acquire()
     assert main(["stop", str(run.path)]) == 0

@@ -24,21 +24,16 @@ def stop(args: argparse.Namespace) -> int:
     said, text = [], []
     for run in submission.runs(args.target):
         holder = at_work(run)
-        if holder is not None and holder.job is None:
-            request_stop(run)
-            text.append(f"{run.path}: asked the run to save a checkpoint and stop")
-            said.append({"run": str(run.path), "asked": [], "cancelled": []})
-            continue
-        client.find("scancel")
-        entries = submission.alive(run)
+        entries = [] if holder is not None and holder.job is None else submission.alive(run)
         waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
         running = [entry.id for entry in entries if entry.id not in waiting]
         if waiting:
             client.cancel(waiting)
             text.append(f"{run.path}: cancelled job {', '.join(waiting)}, which has nothing to save")
-        if running:
+        if holder is not None:  # perhaps in an allocation that is none of the run's own jobs
             request_stop(run)
-            text.append(f"{run.path}: asked job {', '.join(running)} to save a checkpoint and stop")
+            who = f"job {', '.join(running)}" if running else "the run"
+            text.append(f"{run.path}: asked {who} to save a checkpoint and stop")
         said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
     show(args, said, text or ["no job runs or waits"])
     return ExitCode.DONE
