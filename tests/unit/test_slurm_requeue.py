@@ -107,6 +107,7 @@ def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(w
     lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", cause=cause)
     final = in_view_of(who, lost, None)
     assert unclean([{"job": "4", "verdict": final.to_json()}], "4") == 1
+    assert final.host == ("n2" if cause == NODE else None), "a host is named for what it did itself"
 
 
 def test_an_error_that_comes_again_is_final_though_slurm_preempts_the_job() -> None:

@@ -23,7 +23,7 @@ from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.staged import STAGED
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
-from hpctrain.launch.verdict import PREFLIGHT, Action, Verdict
+from hpctrain.launch.verdict import NODE, PREFLIGHT, Action, Verdict
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, write_atomically
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
@@ -95,7 +95,8 @@ def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
     # No failure of the run: whatever became of the ranks was Slurm's doing.
     what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it goes on from the last checkpoint"
     # The cause stays: ranks that did not end in order may have left something of their steps (in_job.unclean).
-    return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, fix, cause=verdict.cause)
+    host = verdict.host if verdict.cause == NODE else None
+    return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, fix, host=host, cause=verdict.cause)
 
 
 def as_allocated(config: Config, job: Job) -> Config:
