@@ -36,6 +36,10 @@ def weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDArray[A
         raise UserError(f"{loaded.path} holds no averaged weights", "set train.ema_decay, or export without --ema")
     if averaged:
         source |= {name: average[name] for name in source if name in average}
+    others = loaded.meta.get("other_names")
+    for name, saved in others.items() if isinstance(others, dict) else ():  # tied weights: stock loaders want each name
+        if saved in source:
+            source[name] = source[saved]
     arrays = {name: loaded.arrays[full] for name, full in source.items()}
     return arrays, {name: loaded.dtypes[full] for name, full in source.items()}
 

@@ -84,6 +84,7 @@ class CheckpointHook(BaseHook):
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
             "versions": versions(),
+            "other_names": getattr(trainer.framework, "other_names", {}),
         }
         loaded = resume(self.store, trainer.framework, trainer.state, self.identity, self.fresh)
         allocate = getattr(trainer.framework, "staging", host_buffer)

@@ -35,6 +35,7 @@ from hpctrain.frameworks.torch_state import (
     load_tensors,
     model_tensors,
     optimizer_tensors,
+    other_names,
     random_tensors,
 )
 from hpctrain.task import Task
@@ -94,6 +95,7 @@ class TorchFramework:
         require_same_model(world.data, self.model)
         broadcast(world.data, list(self.model.state_dict().values()), "receive the model")
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.other_names = other_names(self.model)
         self._require_own_parameters()
         self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.rate_factor = 1.0

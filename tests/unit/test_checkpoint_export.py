@@ -94,6 +94,33 @@ def test_torch_state_dict_loads_in_stock_pytorch(digits: Any, tmp_path: Path) ->
     assert torch.equal(network(torch.from_numpy(IMAGES)), task.model(torch.from_numpy(IMAGES)))
 
 
+class Tied(torch.nn.Module):
+    """Embedding and head share their weights, as in many language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+        self.head.weight = self.token.weight
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Path) -> None:
+    from tests.support.torch_tasks import make_framework
+
+    framework = make_framework(alone(), Tied, ema_decay=0.5)
+    average = next(tensor.tensor for tensor in framework.state() if tensor.name == "ema/token.weight")
+    average.zero_()
+    saver = open_saver(CheckpointStore(tmp_path))
+    saver.begin(framework.state(), 1, {"other_names": framework.other_names}, framework.synchronize)
+    saver.finish().path_or_raise()
+    saver.close()
+    more = ["--ema"] if averaged else []
+    assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.pt"), *more]) == 0
+    model = Tied()
+    model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert torch.equal(model.head.weight, average if averaged else framework.model.head.weight)
+
+
 def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
     _, _, path = digits
     for name, more in (("plain.pt", []), ("ema.pt", ["--ema"])):
