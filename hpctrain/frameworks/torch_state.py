@@ -86,7 +86,7 @@ def model_tensors(model: Module) -> list[TorchTensor]:
 
 
 def other_names(model: Module) -> dict[str, str]:
-    """Names under which ``state_dict`` holds a shared tensor once more (tied weights), and the one it is saved under."""
+    """Names under which ``state_dict`` holds a shared tensor once more (tied weights), and the one it is saved by."""
     first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {name: first.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
     return {name: saved for name, saved in held.items() if name != saved}
