@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -286,6 +289,25 @@ def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     skip_steps(3)
     steps = (tmp_path / "steps").read_text().splitlines()
     assert len(steps) == 3 and all("--mpi=none" in step and step.endswith(" true") for step in steps)
+
+
+LATE_SIGNAL = """
+import os, signal, sys
+from hpctrain.launch.slurm import client, supervise
+from hpctrain.launch.verdict import Action, Verdict
+verdict = Verdict(Action.REQUEUE, 70, "rank 1 died")
+supervise.supervise = lambda *_, **__: verdict
+client.job_fields = lambda job: {}
+supervise.follow = lambda *_: os.kill(os.getpid(), signal.SIGUSR1) or 70
+sys.exit(supervise.supervise_job(sys.argv[1]))
+"""
+
+
+def test_the_signal_before_the_time_limit_does_not_end_a_requeue(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
+    words = [sys.executable, "-c", LATE_SIGNAL, str(tmp_path / "run.yaml")]
+    assert subprocess.run(words, env={**os.environ, **job}, timeout=60, check=False).returncode == 70
 
 
 def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:

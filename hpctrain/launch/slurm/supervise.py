@@ -56,6 +56,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         verbose=verbose,
         by_person=lambda number: by_person(number, job),
     )
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that the time is nearly over is no reason not to requeue
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
     final = in_view_of(who, verdict, asked=run_dir.stop_requested_by())
     if final is not verdict:
