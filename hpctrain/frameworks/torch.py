@@ -143,7 +143,8 @@ class TorchFramework:
         if finite:
             self.optimizer.step()
             if self.average:
-                torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
+                with torch.no_grad():
+                    torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
         self.clock.mark(Phase.OPTIMIZER)
         return TorchStepResult(loss, norm)
 

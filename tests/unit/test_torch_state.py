@@ -191,3 +191,9 @@ def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_envi
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_averaging_leaves_no_graph_that_grows_from_step_to_step() -> None:
+    framework = make_framework(alone(), ema_decay=0.9)
+    train(framework, 2)
+    assert all(average.grad_fn is None for average in framework.average)
