@@ -63,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return ExitCode.DONE
+    except PermissionError as error:  # somebody else's run, most often
+        fix = "ask its owner for the permission, or name another path"
+        print(f"hpctrain: {error.filename}: {error.strerror}\n  fix: {fix}", file=sys.stderr)
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         return 130
 
