@@ -79,6 +79,19 @@ def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "scratch").exists()
 
 
+def test_what_is_staged_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o777)
+    staged(scratch)
+    assert scratch.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(scratch)
+    with pytest.raises(UserError, match=r"link on .* is not this user's own"):
+        staged(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: scratch.stat().st_uid + 1)
+    with pytest.raises(UserError, match=r"scratch on .* is not this user's own"):
+        staged(scratch)
+
+
 def test_paths_in_arguments_follow() -> None:
     values = {"data": "/a/x.h5", "more": ["/a/x.h5", 3], "deep": {"y": "/a/y.h5"}}
     environ = {STAGED: json.dumps({"/a/x.h5": "/s/x.h5"})}

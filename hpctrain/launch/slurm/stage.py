@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -63,10 +64,10 @@ def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
             if record.get(str(copy)) != _stamp(source) or not _same_size(source, copy)
         ]
         _check_room(folder, sum(source.stat().st_size for source, _ in todo))
+        _make_own(folder)
         for source, copy in todo:
             _copy(source, copy)
             record[str(copy)] = _stamp(source)
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD).write_text(json.dumps(record))
 
 
@@ -112,6 +113,16 @@ def pack(prefix: Path, archive: Path) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _make_own(folder: Path) -> None:
+    """Makes the folder for this user alone: its name can be guessed, and ranks run what lies in it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        what = f"{folder} on {socket.gethostname()} is not this user's own"
+        raise UserError(what, "have it removed, or name another folder in launch.slurm.scratch")
+    folder.chmod(0o700)
 
 
 def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
