@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.bench.commands import existing_folder
 from hpctrain.checkpoint.files import BLOCK_BYTES, write_durably
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mb", type=int, default=400, help="size of the state in MB (default 400)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds in which all contenders take turns (default 9)")
     parser.add_argument("--saves", type=int, default=50, help="saves over which memory is watched (default 50)")
-    parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk in question (default: here)")
+    where = "a folder on the disk in question (default: here)"
+    parser.add_argument("--folder", type=existing_folder, default=Path(), help=where)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from pathlib import Path
+
+from hpctrain.errors import UserError
 
 BENCHMARKS = {
     "step": "one training step: our reducers beside no exchange, DDP, plain Horovod and MultiWorkerMirroredStrategy",
@@ -21,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in BENCHMARKS.items():
         module = importlib.import_module(f"hpctrain.bench.{name}")
         module.add_arguments(commands.add_parser(name, help=text, description=text))
+
+
+def existing_folder(text: str) -> Path:
+    """A folder that an option names. Raises UserError."""
+    if not Path(text).is_dir():
+        raise UserError(f"--folder {text} is no folder", "name one that is there, on the disk to measure")
+    return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:

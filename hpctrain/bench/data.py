@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.bench.commands import existing_folder
 from hpctrain.data import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pack import from_dataset, write_hdf5
@@ -38,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-batch", type=int, default=2048, help="samples of such a step's batch (default 2048)")
     parser.add_argument("--step-ms", type=float, default=20.0, help="compute of the step beside which data is awaited")
     parser.add_argument("--steps", type=int, default=200, help="such steps (default 200)")
-    parser.add_argument("--folder", type=Path, help="where to put the file: a folder on the disk in question")
+    parser.add_argument(
+        "--folder", type=existing_folder, help="where to put the file: a folder on the disk in question"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.bench import ranks
-from hpctrain.errors import RunFailed
+from hpctrain.cli import main
+from hpctrain.errors import ExitCode, RunFailed
 
 
 def test_a_program_that_does_not_end_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "TIMEOUT_S", 0.01)
     with pytest.raises(RunFailed, match="timeit did not end within"):
         ranks.on_ranks("timeit", {}, 1)
+
+
+@pytest.mark.parametrize("benchmark", ["data", "checkpoint"])
+def test_a_folder_that_is_not_there_is_a_clear_error(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", benchmark, "--folder", "/nowhere"]) == ExitCode.USER_ERROR
+    assert "--folder /nowhere is no folder" in capsys.readouterr().err

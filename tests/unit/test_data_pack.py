@@ -131,9 +131,10 @@ class TestCsv:
         pack("b.csv", "-o", "b.h5")
         assert read("b.h5")["a"].tolist() == [1.0] * 200 + [2.5]
 
-    def test_tabs(self) -> None:
-        Path("b.tsv").write_text("a\tb\n1\t2\n")
-        pack("b.tsv", "-o", "b.h5")
+    @pytest.mark.parametrize("name", ["b.tsv", "b.TSV"])
+    def test_tabs(self, name: str) -> None:
+        Path(name).write_text("a\tb\n1\t2\n")
+        pack(name, "-o", "b.h5")
         assert {name: values.tolist() for name, values in read("b.h5").items()} == {"a": [1], "b": [2]}
 
     @pytest.mark.parametrize(
@@ -145,10 +146,13 @@ class TestCsv:
             ("a,a\n3,4\n", "two columns of the same name"),
             ("a,b\n", "holds no rows"),
             ("", "has no header line"),
+            ("größe\n1\n", "is not text in UTF-8: invalid start byte 0xf6"),
+            ("a\n1\ngröße\n", "is not text in UTF-8: invalid start byte 0xf6"),
+            ("a\n" + "1" * 200_000 + "\n", "is no CSV table: field larger than field limit"),
         ],
     )
     def test_bad_tables(self, content: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-        Path("b.csv").write_text(content)
+        Path("b.csv").write_text(content, encoding="latin1")
         assert what in refused(capsys, "b.csv", "-o", "b.h5")
 
     def test_values_must_fit_their_dtype(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,3 +362,11 @@ class TestInfo:
         shown = capsys.readouterr().out
         for part in ("600 in 2 files, 56 bytes each", "4 x 3", "gzip", "hint: ", "samples/s"):
             assert part in shown
+
+
+def test_complex_numbers_are_stored_as_real_ones_only_where_nothing_is_lost(tmp_path: Path) -> None:
+    real = {"z": np.dtype(np.float32)}
+    write_hdf5(tmp_path / "real.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 0j])})), real)
+    assert open_dataset(tmp_path / "real.h5").read(np.arange(2))["z"].tolist() == [1.0, 2.0]
+    with pytest.raises(UserError, match="'z' of sample 1 holds"):
+        write_hdf5(tmp_path / "complex.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 1j])})), real)

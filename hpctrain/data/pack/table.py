@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,17 +52,29 @@ def from_csv(path: Path, wanted: Columns | None) -> Source:
 
 def header(path: Path) -> list[str]:
     """The names of the columns."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        names = next(csv.reader(file, delimiter=delimiter(path)), [])
+    with table(path) as reader:
+        names: list[str] = next(reader, [])
     if not names or all(is_number(name) for name in names):
         raise UserError(f"{path} has no header line", "add a first line with the names of the columns")
     return [name.strip() for name in names]
 
 
+@contextlib.contextmanager
+def table(path: Path) -> Iterator[Any]:
+    """A csv.reader of the file; raises UserError where it is none."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield csv.reader(file, delimiter=delimiter(path))
+    except UnicodeDecodeError as error:
+        fix = "save it as UTF-8, such as: iconv -f latin1 -t utf-8"
+        raise UserError(f"{path} is not text in UTF-8: {error.reason} {error.object[error.start]:#04x}", fix) from error
+    except csv.Error as error:
+        raise UserError(f"{path} is no CSV table: {error}", "write it again, with quotes that close") from error
+
+
 def row_blocks(path: Path) -> Iterator[Rows]:
     """The lines below the header, many at a time."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, delimiter=delimiter(path))
+    with table(path) as reader:
         width = len(next(reader))
         rows: Rows = []
         for row in reader:
@@ -116,4 +129,4 @@ def is_number(text: str) -> bool:
 
 def delimiter(path: Path) -> str:
     """What stands between values."""
-    return "\t" if path.suffix == ".tsv" else ","
+    return "\t" if path.suffix.lower() == ".tsv" else ","

@@ -186,9 +186,13 @@ def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> ND
     """The values in this dtype, C-contiguous; floats are rounded, but nothing may overflow or lose its fraction."""
     if values.dtype == dtype:
         return np.ascontiguousarray(values)
+    loses_imaginary = values.dtype.kind == "c" and dtype.kind != "c"
+    kept = values.real if loses_imaginary else values
     with np.errstate(all="ignore"):
-        cast = np.ascontiguousarray(values.astype(dtype))
-        wrong = cast != values if dtype.kind in "biu" else np.isfinite(values) & ~np.isfinite(cast)
+        cast = np.ascontiguousarray(kept.astype(dtype))
+        wrong = cast != kept if dtype.kind in "biu" else np.isfinite(kept) & ~np.isfinite(cast)
+    if loses_imaginary:
+        wrong = wrong | (values.imag != 0)
     if wrong.any():
         row = int(np.argwhere(wrong)[0][0])
         value = values[row][wrong[row]].ravel()[0] if values.ndim > 1 else values[row]
