@@ -111,6 +111,12 @@ def read(path: Path) -> Holder | None:
         return None
 
 
+def at_work(run_dir: RunDir) -> Holder | None:
+    """Who works on a run folder: a job's supervisor, or ``hpctrain run`` or ``train`` without a job; none if nobody."""
+    holder = read(run_dir.lock_file)
+    return holder if holder is not None and is_live(holder, silence_s(run_dir.lock_file), myself()) else None
+
+
 def is_live(other: Holder, silence: float, me: Holder) -> bool:
     """Whether the holder may still be at work, seen by ``me``, ``silence`` seconds after its last sign of life."""
     if other.machine == me.machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.digest import Digest
 from hpctrain.errors import UserError
-from hpctrain.launch.slurm import client, ending, logs, status, submission
+from hpctrain.launch.live_lock import LiveLock, myself
+from hpctrain.launch.slurm import client, ending, logs, status, submission, watching
 from hpctrain.run_dir import RunDir
 
 
@@ -184,4 +186,25 @@ def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said
 def test_following_ends_with_the_job(tmp_path: Path) -> None:
     path, states = tmp_path / "log", iter([False, False, True, True])
     path.write_text("one\n")
-    assert "".join(logs.follow(path, lambda: next(states), pause_s=0)) == "one\n"
+    assert "".join(logs.follow(path, lambda: next(states), pause_s=0, ask_s=0)) == "one\n"
+
+
+def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    lock = LiveLock(run, myself())
+    lock.acquire()
+    assert not watching.is_over(run)
+    lock.release()
+    assert watching.is_over(run)
+
+
+def test_following_asks_slurm_seldom(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def over() -> bool:
+        asked.append(len(asked) > 1)
+        return asked[-1]
+
+    begin = time.monotonic()
+    assert list(logs.follow(tmp_path / "log", over, pause_s=0.001, ask_s=0.1)) == []
+    assert len(asked) == 3 and time.monotonic() - begin >= 0.2

@@ -23,7 +23,7 @@ def stop(args: argparse.Namespace) -> int:
     """
     said, text = [], []
     for run in submission.runs(args.target):
-        holder = at_work(run)
+        holder = live_lock.at_work(run)
         entries = [] if holder is not None and holder.job is None else submission.alive(run)
         waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
         running = [entry.id for entry in entries if entry.id not in waiting]
@@ -51,14 +51,6 @@ def request_stop(run: RunDir) -> None:
         raise UserError(
             f"{run.stop_file} cannot be made: {error.strerror}", "ask the run's owner, or hpctrain cancel ends its job"
         ) from error
-
-
-def at_work(run: RunDir) -> live_lock.Holder | None:
-    """Who works on the folder: a job's supervisor, or ``hpctrain run`` or ``train`` without one."""
-    holder = live_lock.read(run.lock_file)
-    if holder is None or not live_lock.is_live(holder, live_lock.silence_s(run.lock_file), live_lock.myself()):
-        return None
-    return holder
 
 
 def cancel(args: argparse.Namespace) -> int:

@@ -60,11 +60,15 @@ def first_error(logs: Sequence[Log]) -> tuple[Log, str] | None:
     return log, text
 
 
-def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5) -> Iterator[str]:
-    """Text as it is appended, until ``over`` and nothing more comes; waits for the file to appear."""
-    position = 0
+def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: float = 10.0) -> Iterator[str]:
+    """Text as it is appended, until ``over`` and nothing more comes; waits for the file to appear.
+
+    ``over`` asks Slurm's controller, which serves all users: it is called every ``ask_s`` seconds only.
+    """
+    position, ended, asked = 0, False, float("-inf")
     while True:
-        ended = over()
+        if not ended and time.monotonic() - asked >= ask_s:
+            ended, asked = over(), time.monotonic()
         if path.exists():
             with open(path, errors="replace") as file:
                 file.seek(position)

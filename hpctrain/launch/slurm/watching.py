@@ -6,10 +6,12 @@ import argparse
 import sys
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.launch import live_lock
 from hpctrain.launch.slurm import logs as run_logs
 from hpctrain.launch.slurm import status as run_status
 from hpctrain.launch.slurm import submission
 from hpctrain.launch.slurm.commands import show
+from hpctrain.run_dir import RunDir
 
 FOLLOW_S = 0.5
 """Seconds between two readings of a log that is followed."""
@@ -36,10 +38,15 @@ def logs(args: argparse.Namespace) -> int:
     if args.follow:
         # Rank 0 prints into the job's log.
         wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])
-        for text in run_logs.follow(wanted.path, lambda: not submission.alive(run), FOLLOW_S):
+        for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
             sys.stdout.write(text)
             sys.stdout.flush()
         return ExitCode.DONE
     data = [{"file": str(log.path), "rank": log.rank, "attempt": log.attempt} for log in found]
     show(args, data, [f"==> {log.path} <==\n{log.path.read_text(errors='replace')}" for log in found])
     return ExitCode.DONE
+
+
+def is_over(run: RunDir) -> bool:
+    """Whether nobody works on the run, and no job of it waits."""
+    return live_lock.at_work(run) is None and not submission.alive(run)
