@@ -127,11 +127,15 @@ def is_live(other: Holder, silence: float, me: Holder) -> bool:
 
 
 def silence_s(path: Path) -> float:
-    """Age of the lock's last sign of life, by the clock of the file system rather than of this host."""
+    """Age of the lock's last sign of life, by the clock of the file system; by this host's, where that is read-only."""
     probe = path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
     try:
         probe.touch()
-        return probe.stat().st_mtime - path.stat().st_mtime
+        now = probe.stat().st_mtime
+    except OSError:
+        now = time.time()
+    try:
+        return now - path.stat().st_mtime
     except OSError:
         return 0.0
     finally:

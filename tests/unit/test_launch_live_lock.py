@@ -12,7 +12,7 @@ import time
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.launch.live_lock import STALE_S, LiveLock, is_live, myself, read
+from hpctrain.launch.live_lock import STALE_S, LiveLock, at_work, is_live, myself, read
 from hpctrain.run_dir import RunDir
 
 LOCKER = """
@@ -123,6 +123,16 @@ def test_a_holder_that_prepares_for_long_gives_signs_of_life(run_dir, monkeypatc
         while run_dir.lock_file.stat().st_mtime == 1.0 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert run_dir.lock_file.stat().st_mtime > 1.0
+
+
+def test_a_dead_holder_is_one_for_those_who_may_only_read_too(run_dir, monkeypatch):
+    write(run_dir, age_s=STALE_S + 5, host="n7", machine="elsewhere")
+
+    def refused(path):
+        raise PermissionError
+
+    monkeypatch.setattr("pathlib.Path.touch", refused)
+    assert at_work(run_dir) is None
 
 
 def test_of_many_processes_that_want_a_dead_holders_folder_one_gets_it(run_dir):
