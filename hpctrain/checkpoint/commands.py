@@ -148,7 +148,7 @@ def export(args: argparse.Namespace) -> int:
 
 def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
-    from hpctrain.checkpoint.export import weights
+    from hpctrain.checkpoint.export import replace_whole, weights
     from hpctrain.comm.world import alone
     from hpctrain.task import KerasTask
     from hpctrain.task_loader import load_task
@@ -161,8 +161,8 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
         raise UserError(f"{config['task']} is not a Keras task", "export it to a .pt or .safetensors file")
     from hpctrain.frameworks.tensorflow_export import export_keras
 
-    arrays, _ = weights(loaded, averaged)
-    export_keras(task.model, {f"model/{name}": array for name, array in arrays.items()}, output)
+    arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}
+    replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 
 def load(path: str, step: int | None = None) -> Loaded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,19 @@ def export_safetensors(loaded: Loaded, path: Path, averaged: bool = False) -> No
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Replaces a file in one go. Raises UserError where it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+
+    def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:
             file.writelines(parts)
+
+    replace_whole(path, write)
+
+
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Replaces a file by what ``write`` puts into one of the same suffixes. Raises UserError."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(temporary)
         os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):

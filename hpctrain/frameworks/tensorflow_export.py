@@ -22,6 +22,7 @@ def export_keras(model: keras.Model, arrays: Mapping[str, NDArray[Any]], path: P
 
     Raises:
         UserError: a weight is missing or has another shape.
+        OSError: the file cannot be written.
     """
     load_tensors(model_tensors(model), arrays)
     model.save_weights(path)

@@ -149,6 +149,14 @@ def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) ->
     np.testing.assert_array_equal(model(IMAGES), task.model(IMAGES))
 
 
+def test_keras_weights_for_a_folder_that_is_not_there(
+    keras_digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, path = keras_digits
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "none" / "out.weights.h5")]) == 64
+    assert "out.weights.h5 cannot be written" in capsys.readouterr().err
+
+
 def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any, keras_digits: Any) -> None:
     from hpctrain.tasks.torch_digits import Network
 
