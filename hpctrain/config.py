@@ -85,7 +85,7 @@ class ScheduleConfig:
     """The learning rate as a factor on the optimizer's own."""
 
     kind: Literal["constant", "linear", "cosine", "step", "polynomial"] = "constant"
-    """Shape after the warm-up; all but constant and step fall to final_factor at the last step."""
+    """Shape after the warm-up; all but constant and step fall towards final_factor until the last step."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """Growth of the learning rate with the number of ranks (Goyal et al. 2017: linear)."""
     base_batch: int | None = None
@@ -96,7 +96,7 @@ class ScheduleConfig:
     warmup_epochs: float | None = None
     """The same, in epochs."""
     final_factor: float = 0.0
-    """Factor at the last step, for linear, cosine and polynomial."""
+    """Where linear, cosine and polynomial end: what a step after the last one would have."""
     power: float = 2.0
     """Exponent of polynomial."""
     step_epochs: tuple[int, ...] = ()
