@@ -15,7 +15,6 @@ from hpctrain.following import Following
 from hpctrain.launch import live_lock
 from hpctrain.launch.slurm import status
 from hpctrain.launch.slurm.client import QueueEntry
-from hpctrain.launch.slurm.submission import submissions
 from hpctrain.report.reading import run_config
 from hpctrain.run_dir import RunDir
 from hpctrain.tail import JsonFile
@@ -138,7 +137,7 @@ class Queue:
     def refresh(self) -> None:
         """Asks. Where there is no Slurm, or it does not answer, nothing is known."""
         try:
-            jobs = [each.job for each in submissions(self.run)]
-            self.entry = status.newest(jobs) if jobs else None
+            jobs = status.jobs_of(self.run)
+            self.entry = status.newest(jobs, status.known([jobs]))
         except (HpctrainError, OSError, ValueError, TypeError):
             self.entry = None

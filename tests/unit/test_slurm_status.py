@@ -58,7 +58,7 @@ def test_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     submission.record(run, submission.Submitted("12", 0.0, "/"))
     monkeypatch.setattr(client, "queue", lambda ids: [])
     monkeypatch.setattr(client, "accounted", lambda ids: [])
-    made = status.of_run(run)
+    [made] = status.of_runs([run])
     assert (made.state, made.job) == ("UNKNOWN", "12")
 
 
@@ -79,13 +79,29 @@ def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path: Path) -> None:
         ending.request_stop(RunDir(tmp_path / "missing"))
 
 
-def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(ids: list[str]) -> list[client.QueueEntry]:
+        asked.append(list(ids))
+        return [client.QueueEntry(job, "RUNNING", "", "", "", "", "", "") for job in ids if job != "5_2"]
+
+    monkeypatch.setattr(client, "queue", answer)
+    monkeypatch.setattr(client, "accounted", lambda ids: asked.append(list(ids)) or [])
+    for index in range(3):
+        (tmp_path / str(index)).mkdir()
+        submission.record(RunDir(tmp_path / str(index)), submission.Submitted(f"5_{index}", 0.0, "/"))
+    found = status.of_runs([RunDir(tmp_path / str(index)) for index in range(3)])
+    assert [each.state for each in found] == ["RUNNING", "RUNNING", "UNKNOWN"]
+    assert asked == [["5_0", "5_1", "5_2"], ["5_2"]]
+
+
+def test_the_living_job_is_shown_before_the_newest() -> None:
     entries = [
         client.parse_queue(f"{job}|{job}|N/A|{state}|1|2|3|n1|now|None")
         for job, state in (("1", "RUNNING"), ("2", "CANCELLED"))
     ]
-    monkeypatch.setattr(client, "queue", lambda ids: entries)
-    found = status.newest(["1", "2"])
+    found = status.newest(["1", "2"], {entry.id: entry for entry in entries})
     assert found is not None and found.id == "1"
 
 

@@ -59,10 +59,19 @@ class RunStatus:
         return asdict(self)
 
 
-def of_run(run: RunDir) -> RunStatus:
+def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
+    """The status of run folders, with one question to Slurm; where it does not answer, what the folders know."""
+    try:
+        entries = known([jobs_of(run) for run in runs])
+    except HpctrainError as error:
+        return [of_folder(run, error.what) for run in runs]
+    return [of_run(run, entries) for run in runs]
+
+
+def of_run(run: RunDir, entries: Mapping[str, client.QueueEntry]) -> RunStatus:
     """The status of one run folder, from its newest job."""
-    jobs = [each.job for each in submissions(run)]
-    entry = newest(jobs)
+    jobs = jobs_of(run)
+    entry = newest(jobs, entries)
     return RunStatus(
         run=str(run.path),
         job=jobs[-1] if jobs and entry is None else entry.id if entry else None,
@@ -75,10 +84,28 @@ def of_run(run: RunDir) -> RunStatus:
     )
 
 
-def newest(jobs: Sequence[str]) -> client.QueueEntry | None:
+def of_folder(run: RunDir, why: str) -> RunStatus:
+    """The status of one run folder where Slurm cannot be asked."""
+    jobs = jobs_of(run)
+    state, job = (UNKNOWN, jobs[-1]) if jobs else ("not submitted", None)
+    return RunStatus(str(run.path), job, state, why if jobs else "", "", "", "", progress_of(run))
+
+
+def jobs_of(run: RunDir) -> list[str]:
+    """Numbers of a run's jobs, oldest first."""
+    return [each.job for each in submissions(run)]
+
+
+def known(runs: Sequence[Sequence[str]]) -> dict[str, client.QueueEntry]:
+    """What Slurm knows of the jobs of each run: the queue, and accounting of what the queue has forgotten."""
+    found = {entry.id: entry for entry in client.queue([job for jobs in runs for job in jobs])}
+    forgotten = [jobs[-1] for jobs in runs if jobs and not any(job in found for job in jobs)]
+    return found | {entry.id: entry for entry in client.accounted(forgotten)}
+
+
+def newest(jobs: Sequence[str], entries: Mapping[str, client.QueueEntry]) -> client.QueueEntry | None:
     """Of a run's jobs the one that is alive, else the last one that Slurm knows."""
-    known = {entry.id: entry for entry in (client.queue(jobs) or client.accounted(jobs[-1:]))}
-    found = [known[job] for job in jobs if job in known]
+    found = [entries[job] for job in jobs if job in entries]
     return next((entry for entry in found if entry.state in ALIVE), found[-1] if found else None)
 
 
@@ -167,13 +194,3 @@ def _join(parts: Sequence[str]) -> str:
 
 def _pair(value: str, name: str) -> str:
     return f"{value} {name}" if value and value not in ("INVALID", "N/A", "NOT_SET") else ""
-
-
-def safe_of_run(run: RunDir) -> RunStatus:
-    """``of_run``; where Slurm does not answer, what the run folder knows."""
-    try:
-        return of_run(run)
-    except HpctrainError as error:
-        made = progress_of(run)
-        jobs = submissions(run)
-        return RunStatus(str(run.path), jobs[-1].job if jobs else None, UNKNOWN, error.what, "", "", "", made)

@@ -19,7 +19,7 @@ FOLLOW_S = 0.5
 
 def status(args: argparse.Namespace) -> int:
     """Prints where the run, or each element of an array, stands; without Slurm, what the run folder knows."""
-    found = [run_status.safe_of_run(run) for run in submission.runs(args.target)]
+    found = run_status.of_runs(submission.runs(args.target))
     show(args, [each.plain() for each in found], run_status.lines(found))
     return ExitCode.DONE
 
