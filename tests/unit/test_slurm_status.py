@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.digest import Digest
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.live_lock import LiveLock, myself
 from hpctrain.launch.slurm import client, ending, logs, status, submission, watching
 from hpctrain.run_dir import RunDir
@@ -212,6 +212,18 @@ def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> No
     assert not watching.is_over(run)
     lock.release()
     assert watching.is_over(run)
+
+
+def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(ids: list[str]) -> list[client.QueueEntry]:
+        raise RunFailed("squeue refused: Unable to contact slurm controller", "try again")
+
+    run = RunDir(tmp_path)
+    submission.record(run, submission.Submitted("12", 0.0, "/"))
+    monkeypatch.setattr(client, "queue", silent)
+    assert submission.goes_on(run) and not watching.is_over(run)
+    monkeypatch.setattr(client, "queue", lambda ids: [])
+    assert not submission.goes_on(run) and watching.is_over(run)
 
 
 def test_following_asks_slurm_seldom(tmp_path: Path) -> None:

@@ -214,6 +214,14 @@ def alive(run: RunDir) -> list[client.QueueEntry]:
     return [entry for entry in client.queue([each.job for each in submissions(run)]) if entry.state in ALIVE]
 
 
+def goes_on(run: RunDir) -> bool:
+    """Whether a job of the run waits or runs, for those who wait: a controller that is silent now is asked again."""
+    try:
+        return bool(alive(run))
+    except RunFailed:
+        return True
+
+
 def refuse_second(run: RunDir) -> None:
     """Two jobs must not write one run folder."""
     for entry in alive(run):

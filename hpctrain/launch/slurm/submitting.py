@@ -72,7 +72,7 @@ def _excluding(config: Config, hosts: Sequence[str]) -> Config:
 def _wait(folder: RunDir) -> int:
     """Returns when no job of the run waits or runs: done only if Slurm says that all of the last one completed."""
     pause, longest = POLL_S
-    while submission.alive(folder):
+    while submission.goes_on(folder):
         time.sleep(pause)
         pause = min(pause * 1.5, longest)
     last = submission.submissions(folder)[-1].job

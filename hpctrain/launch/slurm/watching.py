@@ -49,4 +49,4 @@ def logs(args: argparse.Namespace) -> int:
 
 def is_over(run: RunDir) -> bool:
     """Whether nobody works on the run, and no job of it waits."""
-    return live_lock.at_work(run) is None and not submission.alive(run)
+    return live_lock.at_work(run) is None and not submission.goes_on(run)
