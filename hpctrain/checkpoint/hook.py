@@ -74,6 +74,7 @@ class CheckpointHook(BaseHook):
         self.last_s = time.monotonic()
         self.stall_s = 0.0
         self.saved_step: int | None = None
+        self.has_prepared = False
         self.due = False
         self.is_best = False
         self.best_step: int | None = None
@@ -129,8 +130,10 @@ class CheckpointHook(BaseHook):
             self._begin(trainer)
             if self.config.mode == "sync":
                 self._settle(self.saver.finish())
-        elif self.saver.image is None:
-            self.saver.prepare(trainer.framework.state())
+        elif not self.has_prepared:
+            self.has_prepared = True
+            with suppress(MemoryError, OSError):  # the first save tries again, and says so
+                self.saver.prepare(trainer.framework.state())
         trainer.clock.mark(Phase.CHECKPOINT)
         late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)

@@ -267,7 +267,10 @@ class TorchFramework:
 
     def staging(self, num_bytes: int) -> NDArray[np.uint8]:
         """Host memory for a checkpoint's snapshot: uint8, page-locked where the model is on a GPU."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").numpy()
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").numpy()
+        except RuntimeError as error:  # as torch calls it
+            raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def weights_hash(self) -> str:
         """See Framework."""

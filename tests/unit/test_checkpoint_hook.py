@@ -225,3 +225,14 @@ def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
         store.save({"x": np.zeros(1)})
     with pytest.raises(UserError, match="not of a training run"):
         Run(tmp_path).attempt()
+
+
+def test_no_memory_for_a_snapshot_is_a_checkpoint_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Counter, num_bytes: int) -> Any:
+        raise MemoryError(f"{num_bytes} bytes")
+
+    monkeypatch.setattr(Counter, "staging", refuse, raising=False)
+    run = Run(tmp_path, every_steps=3)
+    with pytest.raises(RunFailed, match=r"the checkpoint of step 10 was not written: rank 0: \d+ bytes"):
+        run.attempt()
+    assert run.said("checkpoint_failed") == [3, 6, 9, 10]

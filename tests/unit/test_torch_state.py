@@ -197,3 +197,8 @@ def test_averaging_leaves_no_graph_that_grows_from_step_to_step() -> None:
     framework = make_framework(alone(), ema_decay=0.9)
     train(framework, 2)
     assert all(average.grad_fn is None for average in framework.average)
+
+
+def test_no_memory_for_a_snapshot_is_told_as_such() -> None:
+    with pytest.raises(MemoryError, match="snapshot of 1000000000000000000 bytes"):
+        make_framework(alone()).staging(10**18)
