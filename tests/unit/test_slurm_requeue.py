@@ -316,6 +316,29 @@ def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
     assert time.monotonic() - began < LEAVE_S / 2
 
 
+@pytest.mark.parametrize(("said", "calls"), [("Unable to contact slurm controller", 3), ("Job is disabled", 1)])
+def test_a_controller_that_restarts_is_asked_again(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    calls: int,
+) -> None:
+    begin = f"#!/bin/bash\necho x >> {tmp_path}/calls\n"
+    scontrol = f"{begin}[ $(wc -l < {tmp_path}/calls) -ge 3 ] || {{ echo '{said}'; exit 1; }}\n"
+    (tmp_path / "scontrol").write_text(scontrol)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    monkeypatch.setattr(requeue, "PAUSES_S", (0.0, 0.0))
+    if calls == 3:
+        assert requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+    else:
+        with pytest.raises(RunFailed, match=said):
+            requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+    assert (tmp_path / "calls").read_text().count("x") == calls
+
+
 def test_a_site_that_forbids_requeue(
     run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,14 @@ QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
 ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimit", "NodeList", "Start")
 
 
+UNHEARD = re.compile(r"unable to contact slurm controller|connection refused", re.IGNORECASE)
+"""How Slurm's commands say that nobody has heard them."""
+
+
+class Unheard(RunFailed):
+    """The controller is down, for a restart perhaps: nothing has happened, and the same may be tried again."""
+
+
 @dataclass(frozen=True)
 class QueueEntry:
     """One job, or one element of an array, as Slurm knows it."""
@@ -52,7 +60,7 @@ def find(program: str) -> str:
 
 
 def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
-    """Runs one command and returns what it prints; raises RunFailed with Slurm's own words."""
+    """Runs one command and returns what it prints; raises RunFailed with Slurm's own words, or Unheard."""
     command = [find(words[0]), *words[1:]]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -62,7 +70,8 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
         ) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise RunFailed(f"{words[0]} refused: {message}", _advice(message))
+        failed = Unheard if UNHEARD.search(message) else RunFailed
+        raise failed(f"{words[0]} refused: {message}", _advice(message))
     return done.stdout
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from hpctrain.config import Config
 from hpctrain.errors import HpctrainError, NoRequeue, UserError
@@ -16,6 +16,10 @@ from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.supervisor import say
 from hpctrain.monitor.exclude import excluded
 from hpctrain.run_dir import RunDir
+
+T = TypeVar("T")
+PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""Between questions to a controller that does not hear."""
 
 
 class Ended(UserError):
@@ -45,11 +49,22 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     script = run.path / "job.sbatch"
     if avoided and config.monitor.action == "exclude_on_requeue" and script.exists():
         hosts = ",".join([*slurm.exclude, *avoided])
-        number = client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"])
+        number = patiently(lambda: client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"]))
         note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
         return False
-    client.requeue(job.id)
+    patiently(lambda: client.requeue(job.id))
     return True
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """Asks again where Slurm's controller is down for a while: a run must not end for its restart."""
+    for pause in PAUSES_S:
+        try:
+            return ask()
+        except client.Unheard as error:
+            say(f"{error.what}; asking again in {pause:.0f} s")
+            time.sleep(pause)
+    return ask()
 
 
 def requeues(attempts: Sequence[Mapping[str, Any]], jobs: Sequence[Submitted], job: str) -> int:
