@@ -232,7 +232,7 @@ def test_no_memory_for_a_snapshot_is_a_checkpoint_that_failed(tmp_path: Path, mo
         raise MemoryError(f"{num_bytes} bytes")
 
     monkeypatch.setattr(Counter, "staging", refuse, raising=False)
-    run = Run(tmp_path, every_steps=3)
+    run = Run(tmp_path, every_steps=3, mode="sync")
     with pytest.raises(RunFailed, match=r"the checkpoint of step 10 was not written: rank 0: \d+ bytes"):
         run.attempt()
     assert run.said("checkpoint_failed") == [3, 6, 9, 10]
