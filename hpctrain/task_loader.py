@@ -58,7 +58,7 @@ def _module(name: str) -> Any:
                 "correct task: in the run file, start in the folder that holds it, or write path/file.py:function",
             ) from error
         raise _import_failed(name, error) from error
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise _import_failed(name, error) from error
     finally:
         sys.path.remove("")
