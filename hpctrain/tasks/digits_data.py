@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpctrain.errors import MissingExtra
+from hpctrain.errors import MissingExtra, UserError
 
 VALIDATION = 297
 """Samples held out, drawn with a fixed seed."""
@@ -22,6 +22,7 @@ def pack(folder: str | Path) -> tuple[Path, Path]:
 
     Raises:
         MissingExtra: scikit-learn, which carries the images, is not installed.
+        UserError: the folder cannot be written.
     """
     folder = Path(folder)
     paths = folder / "train.h5", folder / "validation.h5"
@@ -35,9 +36,13 @@ def pack(folder: str | Path) -> tuple[Path, Path]:
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, None] / 16).astype(np.float32)
     labels = digits.target[order].astype(np.int64)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, part in zip(paths, (slice(VALIDATION, None), slice(VALIDATION)), strict=True):
-        _write(path, image=images[part], label=labels[part])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, part in zip(paths, (slice(VALIDATION, None), slice(VALIDATION)), strict=True):
+            _write(path, image=images[part], label=labels[part])
+    except OSError as error:
+        fix = "set task_args.data to a folder that you may write"
+        raise UserError(f"the digits cannot be written to {folder}: {error.strerror or error}", fix) from error
     return paths
 
 
