@@ -48,7 +48,7 @@ GAVE_UP = "Timed out waiting for job step to complete"
 WAITS = re.compile(r"Waiting up to (\d+) seconds for job step to finish")
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
-    r"DUE TO NODE.?FAIL|srun: error: .*[Nn]ode failure"
+    r"DUE TO NODE.?FAIL|srun: error: .*[Nn]ode failure(?: on (?P<host>\S+))?"
     r"|has\s+lost\s+communication\s+with\s+a\s+remote\s+daemon|daemon\s+has\s+(?:died|failed)"
 )
 
@@ -79,9 +79,10 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     return first or unranked or [Death(rank) for rank in sorted(died_first)]
 
 
-def lost_a_node(text: str) -> bool:
-    """Whether the launcher says that a node or its daemon is gone."""
-    return bool(LOST_NODE.search(text))
+def lost_node(text: str) -> str | None:
+    """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone."""
+    hosts = [found["host"] or "" for found in LOST_NODE.finditer(text)]
+    return max(hosts, default=None)
 
 
 def waits_s(text: str) -> float:

@@ -92,9 +92,9 @@ def missing_ranks(
     """
     if any(word.ending is Ending.FAILED and word.exit_code in FINAL for word in words):
         return None  # the run's own mistake, whatever else happened
-    if launchers.lost_a_node(text):
-        what = f"a node was lost: {last_line(text)}"
-        return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, "the same command resumes it", cause=NODE)
+    if (host := launchers.lost_node(text)) is not None:
+        what, fix = f"{host or 'a node'} was lost: {last_line(text)}", "the same command resumes it"
+        return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, host=host or None, cause=NODE)
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
     if silent := launchers.silent(text, untold):
         return _lost(silent, untold[silent[0]])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.launch.launchers import Death, deaths, expand, lost_a_node, not_started, silent
+from hpctrain.launch.launchers import Death, deaths, expand, lost_node, not_started, silent
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -73,10 +73,12 @@ def test_causes_read_as_sentences():
 
 
 def test_a_lost_node_is_told_from_a_dead_rank():
-    assert lost_a_node("slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***")
-    assert lost_a_node("PRTE has lost communication with a remote daemon.")
-    assert not lost_a_node(OPEN_MPI_5 + HYDRA)
-    assert not lost_a_node("lost connection to the tracking server; a node failure?")  # a rank's own words
+    slurm = "slurmstepd: error: *** STEP 3.0 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n"
+    assert lost_node(slurm) == ""
+    assert lost_node(slurm + "srun: error: Node failure on n2\n") == "n2"
+    assert lost_node("PRTE has lost communication with a remote daemon.") == ""
+    assert lost_node(OPEN_MPI_5 + HYDRA) is None
+    assert lost_node("lost connection to the tracking server; a node failure?") is None  # a rank's own words
 
 
 def test_ranks_that_srun_could_not_start():
