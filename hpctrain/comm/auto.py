@@ -7,6 +7,7 @@ choice on resume ends with the same bits.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.node_sum import FOLDER
+from hpctrain.comm.world import World
 from hpctrain.config import ReduceConfig
 from hpctrain.errors import UserError
 
@@ -72,6 +75,23 @@ class Surroundings:
     """Whether Horovod is there, works, and uses the same MPI."""
     gpu: bool
     """Whether gradients lie on a GPU."""
+
+
+def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Callable[[], bool]) -> Surroundings:
+    """What all ranks have; equal on them, also where nodes differ, or they would make different calls. Collective.
+
+    Args:
+        config: the run file's section.
+        world: the ranks.
+        gpu: whether this rank's gradients lie on a GPU.
+        has_horovod: whether Horovod works here; asked only where it may be chosen.
+    """
+    group = world.data
+    shares = world.local_size > 1 and os.path.isdir(FOLDER)
+    horovod = group.size > 1 and config.kind == "auto" and has_horovod()
+    everywhere = group.allgather([shares, horovod, gpu], "compare what gradients could be summed with")
+    shared_memory, horovod, gpu = (all(column) for column in zip(*everywhere, strict=True))
+    return Surroundings(group.size, world.nodes, shared_memory, horovod, gpu)
 
 
 def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:

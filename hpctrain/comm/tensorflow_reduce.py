@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import ModuleType
@@ -13,12 +12,11 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.comm import horovod_setup
-from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choose
+from hpctrain.comm.auto import Candidate, Choice, candidates, choose, look_around
 from hpctrain.comm.compression import CODECS
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_sum import HostSum
 from hpctrain.comm.mpi_sum import open_mpi_sum
-from hpctrain.comm.node_sum import FOLDER
 from hpctrain.comm.tensorflow_flat import ROW, FlatGradients
 from hpctrain.comm.world import World
 from hpctrain.config import ReduceConfig
@@ -177,17 +175,8 @@ def possible(config: ReduceConfig, world: World) -> list[Candidate]:
             "reduce.overlap is on, but Keras gradients travel after the backward pass",
             "leave reduce.overlap at auto",
         )
-    group = world.data
-    horovod = False
-    if group.size > 1 and config.kind == "auto":
-        horovod = all(group.allgather(horovod_setup.available("tensorflow"), "look for Horovod"))
-    around = Surroundings(
-        ranks=group.size,
-        nodes=world.nodes,
-        shared_memory=world.local_size > 1 and os.path.isdir(FOLDER),
-        horovod=horovod,
-        gpu=bool(tf.config.list_logical_devices("GPU")),
-    )
+    gpu = bool(tf.config.list_logical_devices("GPU"))
+    around = look_around(config, world, gpu, lambda: horovod_setup.available("tensorflow"))
     return candidates(replace(config, overlap="off"), around)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -12,10 +11,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hpctrain.comm import horovod_setup
-from hpctrain.comm.auto import Candidate, Choice, Surroundings, candidates, choose
+from hpctrain.comm.auto import Candidate, Choice, candidates, choose, look_around
 from hpctrain.comm.buckets import plan
 from hpctrain.comm.group import Group
-from hpctrain.comm.node_sum import FOLDER
 from hpctrain.comm.torch_gradients import FlatGradients, Sparse, densify
 from hpctrain.comm.torch_horovod import horovod_sum
 from hpctrain.comm.torch_sums import TensorSum, mpi_sum
@@ -172,21 +170,8 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
 
 def possible(config: ReduceConfig, world: World, model: Module) -> list[Candidate]:
     """What may be chosen from for this model on these ranks; raises UserError where the configuration cannot be met."""
-    group = world.data
     gpu = any(parameter.is_cuda for parameter in model.parameters())
-    horovod = False
-    if group.size > 1 and config.kind == "auto":
-        horovod = all(group.allgather(horovod_setup.available("torch"), "look for Horovod"))
-    return candidates(
-        config,
-        Surroundings(
-            ranks=group.size,
-            nodes=world.nodes,
-            shared_memory=world.local_size > 1 and os.path.isdir(FOLDER),
-            horovod=horovod,
-            gpu=gpu,
-        ),
-    )
+    return candidates(config, look_around(config, world, gpu, lambda: horovod_setup.available("torch")))
 
 
 def measured_reducer(

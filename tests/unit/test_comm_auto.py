@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.comm.auto import EVERY_CANDIDATE, Candidate, Surroundings, candidates, choose, fastest
+from hpctrain.comm.auto import EVERY_CANDIDATE, Candidate, Surroundings, candidates, choose, fastest, look_around
 from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
 from hpctrain.config import ReduceConfig
 from hpctrain.errors import UserError
 
@@ -102,3 +103,28 @@ def test_one_candidate_is_not_measured() -> None:
     stage = Stage({})
     assert choose([Candidate("mpi", "flat")], stage, Group("data")).candidate.name == "mpi-flat"
     assert stage.runs == 0
+
+
+class Together(Group):
+    """One of several ranks, told beforehand what all of them say."""
+
+    def __init__(self, everywhere: list[list[bool]], rank: int) -> None:
+        super().__init__("data")
+        self.everywhere, self.rank, self.size = everywhere, rank, len(everywhere)
+
+    def allgather(self, value: object, what: str, timeout_s: float = 0.0) -> list[list[bool]]:
+        assert value == self.everywhere[self.rank]
+        return self.everywhere
+
+
+def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
+    local_sizes = [2, 2, 1]  # the last rank is alone on its node
+    everywhere = [[size > 1, rank > 0, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
+    found = []
+    for rank, local_size in enumerate(local_sizes):
+        data, local = Together(everywhere, rank), Group("local")
+        local.size = local_size
+        world = World(data, data, Group("model"), Group("pipeline"), local, node=rank // 2, nodes=2, host="a")
+        around = look_around(ReduceConfig(), world, False, lambda rank=rank: rank > 0)
+        found.append(names(ReduceConfig(), around))
+    assert found[0] == found[1] == found[2] == ["mpi-ring", "mpi-flat", "mpi-overlap"]
