@@ -96,6 +96,7 @@ class TorchFramework:
         broadcast(world.data, list(self.model.state_dict().values()), "receive the model")
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.other_names = other_names(self.model)
+        self.frozen: list[torch.nn.Module] = []
         self._require_own_parameters()
         self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.rate_factor = 1.0
@@ -133,8 +134,7 @@ class TorchFramework:
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> TorchStepResult:
         """See Framework."""
-        if not self.model.training:
-            self.model.train()
+        self._for_training()
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
         loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
@@ -293,10 +293,18 @@ class TorchFramework:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.low_precision)
 
+    def _for_training(self) -> None:
+        """Layers in training mode, but for those that the task keeps in evaluation mode (frozen statistics)."""
+        if not self.model.training:
+            self.model.train()
+            for module in self.frozen:
+                module.training = False
+
     @contextlib.contextmanager
     def _for_evaluation(self) -> Iterator[None]:
         """No gradients, layers in evaluation mode, and the averaged weights where there are any."""
         if self.model.training:
+            self.frozen = [module for module in self.model.modules() if not module.training]
             self.model.eval()
         self._swap_average()
         try:

@@ -18,7 +18,7 @@ from hpctrain.frameworks.loss_scale import GROWTH_STEPS, INITIAL, LossScale
 from hpctrain.frameworks.torch import TorchFramework
 from hpctrain.frameworks.torch_state import TorchTensor, digest
 from hpctrain.train.state import Placement
-from tests.support.torch_tasks import make_framework, noisy_model, plain_model, train
+from tests.support.torch_tasks import make_framework, noisy_model, plain_model, samples, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -202,3 +202,18 @@ def test_averaging_leaves_no_graph_that_grows_from_step_to_step() -> None:
 def test_no_memory_for_a_snapshot_is_told_as_such() -> None:
     with pytest.raises(MemoryError, match="snapshot of 1000000000000000000 bytes"):
         make_framework(alone()).staging(10**18)
+
+
+def test_layers_that_a_task_keeps_in_evaluation_mode_stay_there_after_an_evaluation() -> None:
+    framework = make_framework(alone(), model=noisy_model)
+    norm = framework.model[1]
+    norm.eval()
+    train(framework, 1)
+    framework.evaluate(samples())
+    assert not framework.model.training
+    train(framework, 1)
+    assert framework.model.training and framework.model[3].training and not norm.training
+    assert norm.num_batches_tracked == 0
+    fresh = make_framework(alone(), model=lambda: noisy_model().eval())  # as pretrained models come
+    train(fresh, 1)
+    assert all(module.training for module in fresh.model.modules())
