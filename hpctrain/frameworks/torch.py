@@ -166,6 +166,7 @@ class TorchFramework:
             weighted = isinstance(score, tuple)
             samples = samples_of(host)
             total, part = score if weighted else (score * samples, samples)
+            require_scalar(total)
             reducer.last_backward = number == len(micro_batches)
             (total * factor).backward()
             loss = loss + total.detach()
@@ -355,6 +356,15 @@ def pick_device(local_rank: int) -> torch.device:
 def samples_of(batch: HostBatch) -> int:
     """Length of the leading axis."""
     return len(next(iter(batch.values())))
+
+
+def require_scalar(loss: Tensor) -> None:
+    """Raises UserError where a loss is one value a sample."""
+    if loss.numel() != 1:
+        raise UserError(
+            f"the loss has shape {list(loss.shape)}",
+            "return its mean over the samples, a scalar, or (sum, weight), two scalars",
+        )
 
 
 def global_norm(tensors: Sequence[Tensor]) -> float:

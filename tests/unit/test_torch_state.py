@@ -217,3 +217,11 @@ def test_layers_that_a_task_keeps_in_evaluation_mode_stay_there_after_an_evaluat
     fresh = make_framework(alone(), model=lambda: noisy_model().eval())  # as pretrained models come
     train(fresh, 1)
     assert all(module.training for module in fresh.model.modules())
+
+
+def test_a_loss_of_one_value_a_sample_is_a_clear_error() -> None:
+    def each(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, batch["y"], reduction="none")
+
+    with pytest.raises(UserError, match=r"the loss has shape \[30\]"):
+        train(make_framework(alone(), loss=each), 1)
