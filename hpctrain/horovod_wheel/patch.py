@@ -57,6 +57,8 @@ _FOR_CPUS = (
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
         "print(False)",
     ),
+    # And an nvcc that does not take this C++ compiler must not end it.
+    Edit("CMakeLists.txt", "    enable_language(CUDA)\n", ""),
 )
 _FOR_GPUS = (
     Edit("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
