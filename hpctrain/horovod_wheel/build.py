@@ -143,21 +143,7 @@ class Build:
             "HPCTRAIN_MPI_RPATH": self.mpi.rpath,
         }
         env.setdefault("MAKEFLAGS", f"-j{self._jobs()}")
-        return env | (self._cuda_environment(self.cuda) if self.cuda else {})
-
-    def _cuda_environment(self, cuda: Cuda) -> dict[str, str]:
-        nccl = self.folder / "nccl"  # NCCL's wheel has libnccl.so.2 only, the linker asks for libnccl.so
-        shutil.rmtree(nccl, ignore_errors=True)
-        (nccl / "lib").mkdir(parents=True)
-        (nccl / "include").symlink_to(cuda.nccl_include)
-        (nccl / "lib" / "libnccl.so").symlink_to(cuda.nccl_library)
-        homes = dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home))
-        return homes | {
-            "HOROVOD_GPU_OPERATIONS": "NCCL",
-            "HOROVOD_NCCL_LINK": "SHARED",
-            "HOROVOD_NCCL_HOME": str(nccl),
-            "HOROVOD_BUILD_CUDA_CC_LIST": cuda.architectures,
-        }
+        return env | (cuda_environment(self.cuda, self.folder / "cuda") if self.cuda else {})
 
     def _logged(self, command: Sequence[str], env: Mapping[str, str], say: Say | None = None) -> int:
         """Runs a command, its output to the log, and says how far `make` is at every quarter."""
@@ -181,6 +167,31 @@ class Build:
     def _failure(self, what: str = "Horovod did not build") -> RunFailed:
         reason, fix = explain_log(self.log.read_text(encoding="utf-8", errors="replace"))
         return RunFailed(what=f"{what}: {reason}" if reason else what, fix=f"{fix}; log: {self.log}")
+
+
+def cuda_environment(cuda: Cuda, links: Path) -> dict[str, str]:
+    """The variables of a build for GPUs.
+
+    `links` becomes a folder with the names that linkers ask for and wheels lack: NCCL's has libnccl.so.2 only, CUDA's
+    have libcudart.so.13 only, and no folder lib64, where their nvcc looks.
+    """
+    shutil.rmtree(links, ignore_errors=True)
+    libraries = links / "lib"
+    libraries.mkdir(parents=True)
+    (links / "include").symlink_to(cuda.nccl_include)
+    (libraries / "libnccl.so").symlink_to(cuda.nccl_library)
+    env = dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home)) | {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "HOROVOD_NCCL_HOME": str(links),
+        "HOROVOD_BUILD_CUDA_CC_LIST": cuda.architectures,
+    }
+    runtime = next(cuda.home.glob("lib/libcudart.so.*"), None)
+    if runtime and not (cuda.home / "lib64").exists():
+        (libraries / "libcudart.so").symlink_to(runtime)
+        for name in ("LIBRARY_PATH", "CMAKE_LIBRARY_PATH"):  # of the linker, of CMake
+            env[name] = os.pathsep.join(filter(None, [str(libraries), str(runtime.parent), os.environ.get(name)]))
+    return env
 
 
 def explain_log(text: str) -> tuple[str, str]:

@@ -138,27 +138,29 @@ def check_mpi4py(mpi: Mpi) -> None:
 
 
 def find_cuda() -> Cuda:
+    """The first CUDA toolkit of torch's major version: of CUDA_HOME, this Python environment, or PATH."""
     torch_cuda = _cuda_of_torch()
     if torch_cuda is None:
         raise UserError(
             what="the installed torch is a CPU build", fix="install a CUDA build of torch, or leave out --gpu"
         )
-    nvcc = shutil.which("nvcc", path=_cuda_bin()) or shutil.which("nvcc")
+    major = torch_cuda.split(".")[0]
+    homes = filter(None, [os.environ.get("CUDA_HOME"), *_wheel_folders(f"cu{major}")])
+    places = [*(str(Path(home, "bin")) for home in homes), None]  # None: PATH
+    found = {nvcc: _release(nvcc) for place in places if (nvcc := shutil.which("nvcc", path=place))}
+    nvcc = next((nvcc for nvcc, release in found.items() if release.split(".")[0] == major), None)
     if nvcc is None:
+        others = "".join(f"; {other} is of CUDA {release}" for other, release in found.items())
+        wheels = f', or: pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*"' if int(major) >= 13 else ""
         raise UserError(
-            what="nvcc is not on PATH", fix=f"load a CUDA {torch_cuda} module or set CUDA_HOME, or leave out --gpu"
+            what=f"torch was built with CUDA {torch_cuda}, and there is no nvcc of CUDA {major} on PATH{others}",
+            fix=f"load a CUDA {torch_cuda} module or set CUDA_HOME{wheels}",
         )
     told = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", told.stderr + told.stdout, flags=re.MULTILINE)  # nvcc may be a wrapper script
     home = Path(top[1] if top else Path(nvcc).parent.parent).resolve()
-    release = re.search(r"release ([\d.]+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
-    if release is None or release[1].split(".")[0] != torch_cuda.split(".")[0]:
-        raise UserError(
-            what=f"nvcc is of CUDA {release[1] if release else '?'}, torch was built with CUDA {torch_cuda}",
-            fix=f"load a CUDA {torch_cuda.split('.')[0]} toolkit",
-        )
     include, library = _find_nccl()
-    return Cuda(home, release[1], include, library, os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "80,90"))
+    return Cuda(home, found[nvcc], include, library, os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "80,90"))
 
 
 def cmake_version(cmake: str | None) -> tuple[int, ...]:
@@ -180,8 +182,15 @@ def _compiles(command: Sequence[str], source: str, suffix: str) -> bool:
     return done.returncode == 0
 
 
-def _cuda_bin() -> str:
-    return str(Path(os.environ.get("CUDA_HOME", os.devnull), "bin"))
+def _release(nvcc: str) -> str:
+    found = re.search(r"release ([\d.]+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    return found[1] if found else "?"
+
+
+def _wheel_folders(component: str) -> list[str]:
+    """Where NVIDIA's wheels keep a component in this Python environment: nvidia/nccl, nvidia/cu13."""
+    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec(f"nvidia.{component}")
+    return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def _cuda_of_torch() -> str | None:
@@ -195,9 +204,7 @@ def _cuda_of_torch() -> str | None:
 
 def _find_nccl() -> tuple[Path, Path]:
     """Folder of nccl.h, and the library: of NCCL_HOME where that is set, else of torch's own NCCL wheel."""
-    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
-    homes = [os.environ.get("NCCL_HOME"), *(spec.submodule_search_locations or () if spec else ())]
-    for home in map(Path, filter(None, homes)):
+    for home in map(Path, filter(None, [os.environ.get("NCCL_HOME"), *_wheel_folders("nccl")])):
         libraries = sorted(home.glob("lib*/libnccl.so*"))
         if (home / "include" / "nccl.h").exists() and libraries:
             return home / "include", libraries[0]

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.errors import UserError
 from hpctrain.horovod_wheel import patch
-from hpctrain.horovod_wheel.build import explain_log
+from hpctrain.horovod_wheel.build import cuda_environment, explain_log
 from hpctrain.horovod_wheel.recipe import Recipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py
 
@@ -131,3 +131,79 @@ def test_cuda_is_told_apart_by_versions_not_by_folders(tmp_path: Path) -> None:
     (tmp_path / "nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 29\n#define NCCL_PATCH 7\n")
     cuda = Cuda(Path("/opt/cuda"), "13.0", tmp_path, Path("libnccl.so.2"), "80,90")
     assert cuda.identity == "CUDA 13.0 for 80,90, NCCL 2.29.7"
+
+
+FIND_CUDA = """
+from hpctrain.errors import UserError
+from hpctrain.horovod_wheel.toolchain import find_cuda
+try:
+    cuda = find_cuda()
+    print(cuda.home, cuda.release)
+except UserError as error:
+    print(error.what, error.fix)
+"""
+
+
+def toolkit(home: Path, release: str) -> Path:
+    """A folder with an nvcc that does nothing but say its version."""
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.88\n")
+    (home / "bin" / "nvcc").chmod(0o755)
+    return home
+
+
+def found_cuda(site: Path, path: Path | None = None, **env: str) -> str:
+    """What find_cuda finds or says, for torch with CUDA 13.0 and its NCCL wheel in `site`."""
+    for name, text in (
+        ("torch/__init__.py", ""),
+        ("torch/version.py", "cuda: Optional[str] = '13.0'\n"),
+        ("nvidia/__init__.py", ""),
+        ("nvidia/nccl/include/nccl.h", ""),
+        ("nvidia/nccl/lib/libnccl.so.2", ""),
+    ):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    clean = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "NCCL_HOME")}
+    clean |= {"PYTHONPATH": str(site), "PATH": f"{path}/bin:/usr/bin:/bin" if path else "/usr/bin:/bin"} | env
+    done = subprocess.run([sys.executable, "-c", FIND_CUDA], env=clean, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_toolkit_from_wheels_is_found_before_that_on_path_and_after_cuda_home(tmp_path: Path) -> None:
+    wheels = toolkit(tmp_path / "site/nvidia/cu13", "13.0")
+    path, module = toolkit(tmp_path / "path", "13.1"), toolkit(tmp_path / "module", "13.2")
+    assert found_cuda(tmp_path / "site", path=path) == f"{wheels} 13.0"
+    assert found_cuda(tmp_path / "site", path=path, CUDA_HOME=str(module)) == f"{module} 13.2"
+
+
+def test_a_toolkit_of_another_major_version_is_passed_over(tmp_path: Path) -> None:
+    old, fits = toolkit(tmp_path / "old", "12.4"), toolkit(tmp_path / "path", "13.1")
+    assert found_cuda(tmp_path / "site", path=fits, CUDA_HOME=str(old)) == f"{fits} 13.1"
+    said = found_cuda(tmp_path / "site", path=old)
+    assert f"no nvcc of CUDA 13 on PATH; {old}/bin/nvcc is of CUDA 12.4" in said
+    assert 'pip install "cuda-toolkit[nvcc,cccl]==13.0.*"' in said
+
+
+def cuda_of(folder: Path) -> Cuda:
+    """The files of CUDA's and NCCL's wheels, empty."""
+    for name in ("cuda/lib/libcudart.so.13", "cuda/lib/libcudart_static.a", "nccl/include/nccl.h", "nccl/libnccl.so.2"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return Cuda(folder / "cuda", "13.0", folder / "nccl/include", folder / "nccl/libnccl.so.2", "80")
+
+
+def test_compiler_and_cmake_find_what_wheels_name_otherwise(tmp_path: Path) -> None:
+    env = cuda_environment(cuda_of(tmp_path), tmp_path / "links")
+    nccl = Path(env["HOROVOD_NCCL_HOME"])
+    assert (nccl / "include/nccl.h").exists() and (nccl / "lib/libnccl.so").exists()
+    for variable in ("LIBRARY_PATH", "CMAKE_LIBRARY_PATH"):
+        folders = list(map(Path, env[variable].split(os.pathsep)))
+        for name in ("libcudart.so", "libcudart_static.a"):
+            assert any((folder / name).exists() for folder in folders)
+
+
+def test_a_whole_toolkit_is_left_as_it_is(tmp_path: Path) -> None:
+    cuda = cuda_of(tmp_path)
+    (cuda.home / "lib64").symlink_to("lib")
+    env = cuda_environment(cuda, tmp_path / "links")
+    assert "LIBRARY_PATH" not in env and "CMAKE_LIBRARY_PATH" not in env
