@@ -107,10 +107,12 @@ def horovod() -> Iterator[Finding]:
 
 def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
     """Whether Horovod works with a framework as it is installed now."""
-    topic, rebuild = f"Horovod {framework}", f"{INSTALL_HOROVOD} --force"
+    topic, gpu = f"Horovod {framework}", " --gpu" if seen.facts.get("nccl") else ""
+    rebuild = f"{INSTALL_HOROVOD}{gpu} --force"
     installed = _version(framework)
+    fits = installed in (built, built.partition("+")[0])  # torch says 2.13.0+cu130, the name of PyPI's wheel 2.13.0
     if seen.error:
-        because = f"it was built against {framework} {built}, {installed} is installed: " if installed != built else ""
+        because = "" if fits else f"it was built against {framework} {built}, {installed} is installed: "
         return problem(topic, f"cannot be imported: {because}{seen.error}", rebuild)
     libraries = mpi_libraries(seen.facts["maps"])
     if len(libraries) > 1:
@@ -120,7 +122,7 @@ def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
         return problem(topic, "built without MPI", rebuild)
     nccl = seen.facts["nccl"]
     value = f"loads, same MPI library as mpi4py{f', NCCL {nccl}' if nccl else ', no NCCL (CPUs only)'}"
-    if installed != built:
+    if not fits:
         return note(topic, f"{value}; built against {framework} {built}, {installed} is installed", rebuild)
     return Finding(topic, value)
 

@@ -38,6 +38,7 @@ def test_findings_are_json(capsys):
     [
         ("2.0", Probe({"mpi": True, "nccl": 0, "maps": ONE_MAP}), Status.OK, "same MPI library"),
         ("2.0", Probe({"mpi": True, "nccl": 22907, "maps": ONE_MAP}), Status.OK, "NCCL 22907"),
+        ("2.0+cu130", Probe({"mpi": True, "nccl": 22907, "maps": ONE_MAP}), Status.OK, "NCCL 22907"),
         ("1.0", Probe({"mpi": True, "nccl": 0, "maps": ONE_MAP}), Status.NOTE, "built against torch 1.0"),
         ("2.0", Probe({"mpi": True, "nccl": 0, "maps": ONE_MAP + OTHER_MAP}), Status.PROBLEM, "not mpi4py's"),
         ("2.0", Probe({"mpi": False, "nccl": 0, "maps": ONE_MAP}), Status.PROBLEM, "without MPI"),
@@ -50,6 +51,12 @@ def test_horovod_is_held_against_what_is_installed(monkeypatch, built, seen, sta
     assert found.status is status
     assert part in found.value
     assert (found.fix != "") == (status is not Status.OK)
+
+
+@pytest.mark.parametrize(("nccl", "fix"), [(0, "install-horovod --force"), (22907, "install-horovod --gpu --force")])
+def test_a_build_for_gpus_is_renewed_as_one(nccl, fix):
+    found = software.horovod_for("torch", "1.0", Probe({"mpi": True, "nccl": nccl, "maps": ONE_MAP}))
+    assert found.fix.endswith(fix)
 
 
 def test_a_probe_that_dies_is_no_end_of_the_doctor():
