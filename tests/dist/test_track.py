@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -69,9 +70,9 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         server.wait()
 
 
-def healthy(port: int) -> bool:
+def healthy(port: int, page: str = "health") -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=2) as answer:
             return answer.status == 200
     except OSError:
         return False
@@ -165,6 +166,35 @@ def sent(run: Path) -> int:
         return 0
 
 
+@contextmanager
+def served(
+    model: str, registry: Path, environment: dict[str, str]
+) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """A registered model behind stock MLflow's server; takes inputs, gives outputs."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    environment = {**environment, "MLFLOW_TRACKING_URI": f"sqlite:///{registry}/mlflow.db"}
+    with open(registry / "serve.log", "wb") as log:
+        server = subprocess.Popen(
+            [*command, "--port", str(port)], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def ask(inputs: dict[str, Any]) -> dict[str, Any]:
+        body = json.dumps({"inputs": inputs}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.load(answer)["predictions"])
+
+    try:
+        wait_for("the model's server", lambda: healthy(port, "ping"), 90)
+        yield ask
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 @pytest.mark.slow
 def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, task=SLOW, task_args={"step_s": 0}, train={"steps": 40, "global_batch": 16})
@@ -188,3 +218,8 @@ def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path:
     environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
     result = mpi.run_in_group([sys.executable, "-c", program], environment, elsewhere, 120)
     assert result.returncode == 0, result.output
+    with served(f"models:/{registered['name']}/{registered['version']}", tmp_path / "registry", environment) as ask:
+        x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+        with h5py.File(tmp_path / "own.h5") as own:
+            # The answer is decimal text.
+            np.testing.assert_allclose(ask({"x": x.tolist()})["output"], own["output"][...], rtol=1e-6)
