@@ -112,7 +112,7 @@ def print_info(about: Mapping[str, Any]) -> None:
     table = Table("array", "dtype", "shape of a sample", "layout", title=about["source"], title_justify="left")
     for field in about["fields"]:
         table.add_row(field["name"], field["dtype"], " x ".join(map(str, field["shape"])) or "scalar", field["layout"])
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     console.print(table)
     files = f" in {about['files']} files" if about["files"] > 1 else ""
     console.print(f"samples      {about['samples']}{files}, {about['bytes_per_sample']} bytes each")

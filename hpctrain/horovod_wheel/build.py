@@ -97,7 +97,9 @@ class Build:
         if not source.exists():
             with tempfile.TemporaryDirectory(dir=self.folder) as room:
                 with tarfile.open(self._get_sdist()) as archive:
-                    archive.extractall(room, filter="data")
+                    # Python before 3.11.4 has no filters; the archive is the one whose checksum we know.
+                    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+                    archive.extractall(room)
                 patch.apply(Path(room, source.name), edits)
                 Path(room, source.name).rename(source)
         return source
