@@ -180,8 +180,10 @@ class Choice:
 
 
 PASSES = 3
-MOST_RUNS = 5
+MOST_RUNS = 8
 BUDGET_S = 10.0
+HOPELESS = 1.6
+"""Times the fastest from which on a candidate has no second turn: the others are measured the longer."""
 ADVANTAGE = 0.02
 """A later candidate has to be this much faster than an earlier one to be taken in its place."""
 
@@ -191,28 +193,42 @@ def choose(
 ) -> Choice:
     """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
 
-    Collective over the group. Takes about ten seconds at most, or two steps of each candidate where those are slower.
+    Collective over the group. Takes some fifteen seconds at most, or two steps of each candidate where those are slower.
     """
-    times: dict[str, list[float]] = {candidate.name: [] for candidate in among}
-    runs = 1
+    kept: dict[str, list[float]] = {}
+    left, runs = list(among), 1
     for turn in range(PASSES if len(among) > 1 else 0):
-        for candidate in among:
-            rehearsal.open(candidate)
-            rehearsal.run()
-            for _ in range(runs):
-                begin = now()
-                rehearsal.run()
-                times[candidate.name].append(now() - begin)
-            rehearsal.close()
+        times = {candidate.name: rehearse(candidate, rehearsal, 1 + runs, now) for candidate in left}
+        for name, seconds in times.items():
+            kept.setdefault(name, []).extend(seconds[1:])  # the first run makes ready
         if turn == 0:
-            slowest = max(group.allgather(sum(sum(values) for values in times.values()), "time one rehearsal"))
-            runs = min(MOST_RUNS, int(BUDGET_S / (PASSES - 1) / max(slowest, 1e-6)) - 1)
-            if runs < 1:
+            # The better one of both runs: a hiccup drops no candidate.
+            least = slowest_rank(group, {name: min(seconds) for name, seconds in times.items()})
+            left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
+            turn_s = max(sum(least[candidate.name] for candidate in left), 1e-6)
+            runs = min(MOST_RUNS, int(BUDGET_S / (PASSES - 1) / turn_s) - 1)
+            if runs < 1 or len(left) == 1:
                 break
-    medians = {name: statistics.median(values) for name, values in times.items() if values}
-    everywhere = group.allgather(medians, "agree on the fastest reducer")
-    worst = {name: max(rank[name] for rank in everywhere) for name in medians}
-    return Choice(fastest(among, worst), worst)
+    medians = slowest_rank(group, {name: statistics.median(seconds) for name, seconds in kept.items()})
+    return Choice(fastest(left, medians), medians)
+
+
+def rehearse(candidate: Candidate, rehearsal: Rehearsal, runs: int, now: Callable[[], float]) -> list[float]:
+    """Seconds of each of a candidate's steps in one turn."""
+    rehearsal.open(candidate)
+    times = []
+    for _ in range(runs):
+        begin = now()
+        rehearsal.run()
+        times.append(now() - begin)
+    rehearsal.close()
+    return times
+
+
+def slowest_rank(group: Group, seconds: dict[str, float]) -> dict[str, float]:
+    """The maximum over ranks of each time; collective."""
+    everywhere = group.allgather(seconds, "compare reducers")
+    return {name: max(rank[name] for rank in everywhere) for name in seconds}
 
 
 def fastest(among: Sequence[Candidate], seconds: dict[str, float]) -> Candidate:

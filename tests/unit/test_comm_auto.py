@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
 from hpctrain.comm.auto import EVERY_CANDIDATE, Candidate, Surroundings, candidates, choose, fastest, look_around
@@ -73,13 +76,14 @@ class Stage:
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds, self.time, self.runs, self.open_name = seconds, 0.0, 0, ""
+        self.extra: Callable[[float], float] = lambda seconds: 0.0
 
     def open(self, candidate: Candidate) -> None:
         assert not self.open_name
         self.open_name = candidate.name
 
     def run(self) -> None:
-        self.time += self.seconds[self.open_name]
+        self.time += self.seconds[self.open_name] + self.extra(self.seconds[self.open_name])
         self.runs += 1
 
     def close(self) -> None:
@@ -97,6 +101,19 @@ def test_the_fastest_is_chosen_within_the_budget(scale: float) -> None:
     assert choice.candidate == among[2]
     assert choice.seconds == pytest.approx({"mpi-node": 3 * scale, "horovod-overlap": 2 * scale, "horovod-flat": scale})
     assert stage.time < 25 or stage.runs == 2 * len(among)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_link_of_two_speeds_does_not_hide_the_fastest(seed: int) -> None:
+    """Times of seven candidates between two hosts; one step of four takes twice as long."""
+    luck = np.random.default_rng(seed)
+    usual = {"mpi-ring": 0.23, "mpi-flat": 0.34, "mpi-overlap": 0.35, "horovod-overlap": 0.40, "horovod-flat": 0.39}
+    usual |= {"horovod-overlap-fp16": 0.21, "mpi-flat-fp16": 0.14}
+    stage = Stage(usual)
+    stage.extra = lambda seconds: seconds if luck.random() < 0.25 else 0.0
+    choice = choose([Candidate.parse(name) for name in usual], stage, Group("data"), stage.now)
+    assert choice.candidate.name == "mpi-flat-fp16", choice
+    assert stage.time < 25
 
 
 def test_one_candidate_is_not_measured() -> None:
