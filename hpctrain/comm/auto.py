@@ -193,7 +193,7 @@ def choose(
 ) -> Choice:
     """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
 
-    Collective over the group. Takes some fifteen seconds at most, or two steps of each candidate where those are slower.
+    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate where those are slower.
     """
     kept: dict[str, list[float]] = {}
     left, runs = list(among), 1
