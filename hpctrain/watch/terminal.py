@@ -22,6 +22,7 @@ POLL_S = 2.0
 """Seconds between two looks at the run."""
 LEAVE = b"qQ\x03\x04"
 """Keys that end the view: q, Ctrl-C, Ctrl-D."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(Exception):
@@ -33,7 +34,7 @@ def show(look: Callable[[], View], console: Console) -> None:
     glyphs = glyphs_for(console)
     view = None
     screen = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
-    with _terminated(), contextlib.suppress(KeyboardInterrupt, Terminated), _keys() as wait_for_key, screen:
+    with _terminated(), contextlib.suppress(Terminated), _keys() as wait_for_key, screen:
         while True:
             view = look()
             lines = draw(view, console.width, console.height - 1, glyphs)
@@ -82,12 +83,15 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into an exception, so that the terminal is left as it was."""
+    """Turns signals into an exception, so that the terminal is left as it was.
+
+    SIGINT is among them since what a script starts in the background ignores it.
+    """
 
     def leave(number: int, frame: Any) -> None:
         raise Terminated
 
-    former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    former = {number: signal.signal(number, leave) for number in ENDING}
     try:
         yield
     finally:

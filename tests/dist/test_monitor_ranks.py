@@ -30,9 +30,12 @@ def confirmed(events: list[dict[str, Any]]) -> list[tuple[str, int | None, str]]
 def test_each_slow_phase_is_found_and_clears(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     phases = ("data", "forward", "backward", "optimizer", "callbacks", "checkpoint")
     slow = [[i % 4, phase, 0.004, 50 + 140 * i, 50 + 140 * i + 60] for i, phase in enumerate(phases)]
-    events, result = run(mpirun, 4, tmp_path, steps=50 + 140 * len(phases), slow=slow)
+    events, result = run(mpirun, 4, tmp_path, steps=80 + 140 * len(phases), slow=slow)
     assert confirmed(events) == [("rank", i % 4, phase) for i, phase in enumerate(phases)]
-    assert [event["state"] for event in events] == ["confirmed", "cleared"] * len(phases)
+    for rank in range(4):  # each incident ends; on a busy machine it may do so after the next one's beginning elsewhere
+        incidents = sum(victim == rank for victim, *_ in slow)
+        states = [event["state"] for event in events if event["rank"] == rank]
+        assert states == ["confirmed", "cleared"] * incidents, events
     assert "rank 1 on" in result.stdout and "slower than its peers: the forward pass, costs" in result.stdout
 
 
