@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
 KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
-CASES = [("torch", 2, 0.4), ("torch", 4, 0.2), ("tensorflow", 2, 0.25), ("tensorflow", 4, 0.15)]
+CASES = [("torch", 2, 0.5), ("torch", 4, 0.25), ("tensorflow", 2, 0.15), ("tensorflow", 4, 0.1)]
 """Framework, ranks, and share of the kills."""
 PATIENCE_S = 120.0
 
