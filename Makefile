@@ -1,7 +1,7 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then run every test (those for Slurm and GPUs where there are some)
 # make check  before every commit: style, types, unit tests; under a minute
-# make torture  kill ranks 200 times at random moments, and resume; an hour
+# make torture  kill ranks 200 times at random moments, and resume; half an hour
 # make bench  measure on this machine what the documentation states
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
