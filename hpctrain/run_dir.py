@@ -124,11 +124,13 @@ class RunDir:
         """
         try:
             info = json.loads(self.run_json.read_bytes())
+            if not _is_info(info):
+                raise ValueError("its fields are not of the types that they should be")
         except FileNotFoundError:
             return {}
         except ValueError as error:
             raise UserError(f"{self.run_json} is damaged: {error}", "remove it: attempts then count anew") from error
-        return dict(info)
+        return info
 
     def update(self, **fields: Any) -> dict[str, Any]:
         """Sets fields of run.json, atomically; the new content."""
@@ -244,6 +246,14 @@ STEP = re.compile(r"step-(\d+)")
 def current_attempt() -> int:
     """The attempt this process belongs to, from its environment; 1 where nobody counts."""
     return int(os.environ.get(ATTEMPT) or 1)
+
+
+def _is_info(value: Any) -> bool:
+    """Whether this can be the content of run.json."""
+    if not isinstance(value, dict) or not isinstance(value.get("fence", 0), int):
+        return False
+    entries = value.get("attempts", [])
+    return isinstance(entries, list) and all(isinstance(e, dict) and isinstance(e.get("attempt"), int) for e in entries)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from hpctrain.errors import RunFailed
 
 TIMEOUT_S = 1800
+ENDING_S = 10
 
 
 def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[str, Any]]:
@@ -36,15 +37,22 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         out = Path(folder, "rows.json")
         words = [word for pair in options.items() for word in pair]
         command = [*prefix, sys.executable, "-m", module, *words, "--out", str(out)]
-        try:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
-            raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
-        if ended.returncode or not out.exists():
-            said = (ended.stdout + ended.stderr)[-4000:]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as child:
+            try:
+                said, _ = child.communicate(timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                child.terminate()  # mpirun ends its ranks when it is asked to, not when it is killed
+                try:
+                    child.wait(ENDING_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
+                raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
+        if child.returncode or not out.exists():
             raise RunFailed(
-                f"{module} ended with code {ended.returncode}:\n{said}",
+                f"{module} ended with code {child.returncode}:\n{said[-4000:]}",
                 "read the lines above; hpctrain doctor checks the installation",
             )
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]

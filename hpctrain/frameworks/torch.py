@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.comm.auto import Choice
 from hpctrain.comm.torch_reducer import (
@@ -90,6 +91,7 @@ class TorchFramework:
             torch.set_num_threads(train.threads)
         self.model: torch.nn.Module = task.model
         self.optimizer: torch.optim.Optimizer = task.optimizer
+        require_trainable(self.model, self.optimizer)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
         require_same_model(world.data, self.model)
@@ -97,7 +99,6 @@ class TorchFramework:
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
-        self._require_own_parameters()
         self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.rate_factor = 1.0
         self.call = torch.compile(self.model) if train.compile else self.model
@@ -327,14 +328,6 @@ class TorchFramework:
             host = host.pin_memory().to(self.device, non_blocking=True)
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
 
-    def _require_own_parameters(self) -> None:
-        for group in self.optimizer.param_groups:
-            if any(id(parameter) not in self.names for parameter in group["params"]):
-                raise UserError(
-                    "the optimizer updates tensors that are not parameters of the task's model",
-                    "make it from model.parameters() of the model that the task returns",
-                )
-
 
 class _NoClock:
     def mark(self, phase: Phase) -> None:
@@ -351,6 +344,28 @@ def pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError where this model and optimizer cannot be trained by one backward pass and one step an update."""
+    own = set()
+    for name, parameter in model.named_parameters():
+        own.add(id(parameter))
+        if isinstance(parameter, UninitializedParameter):
+            raise UserError(
+                f"parameter {name} has no shape yet, since its layer is a lazy one",
+                "pass an example batch through the model before the task returns it",
+            )
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(
+            "the optimizer updates tensors that are not parameters of the task's model",
+            "make it from model.parameters() of the model that the task returns",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "LBFGS evaluates the loss several times an update, which a step over several ranks does once",
+            "use an optimizer whose step needs no closure, such as AdamW",
+        )
 
 
 def samples_of(batch: HostBatch) -> int:

@@ -285,7 +285,7 @@ def draw(folder: RunDir) -> None:
     from hpctrain.monitor import heat
 
     if (folder.monitor / "heat.npz").exists():
-        with contextlib.suppress(MissingExtra):
+        with contextlib.suppress(MissingExtra, OSError):  # a full disk: the report draws it from the data
             heat.draw(folder.monitor / "heat.npz", folder.monitor / "heat.png", folder.path.name)
 
 

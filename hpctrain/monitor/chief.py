@@ -336,7 +336,10 @@ class Chief:
         """Last view and the heat map's data."""
         self.write_live()
         if self.heat.used:
-            self.heat.save(self.folder.monitor / "heat.npz")
+            try:
+                self.heat.save(self.folder.monitor / "heat.npz")
+            except RunFailed as error:
+                self.say(f"the monitor cannot write its heat map: {error.what}", False)
 
 
 def aged(beat: Beat, seconds: float) -> Beat:

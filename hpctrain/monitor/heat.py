@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hpctrain.run_dir import write_atomically
 
 COLUMNS = 512
 """Windows that are kept; when there are more, neighbours are merged to the larger value."""
@@ -37,8 +40,14 @@ class Heat:
         self.used = max(self.used, column + 1) if self.steps_per_column == self.window_steps else column + 1
 
     def save(self, path: Path) -> None:
-        """Writes the matrix for ``draw``."""
-        np.savez_compressed(path, excess=self.values[:, : self.used], steps_per_column=self.steps_per_column)
+        """Writes the matrix for ``draw``.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        content = io.BytesIO()
+        np.savez_compressed(content, excess=self.values[:, : self.used], steps_per_column=self.steps_per_column)
+        write_atomically(path, content.getvalue())
 
 
 def draw(data: Path, picture: Path, title: str = "") -> None:

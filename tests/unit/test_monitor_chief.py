@@ -194,7 +194,9 @@ def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
     for window in slow_host().windows():
         for message in parts(window):
             chief.receive(message, 0.0)
-    assert any("cannot write its events" in text for text in said)
+    chief.close()
+    for what in ("its events", "its live view", "its heat map"):
+        assert any(f"cannot write {what}" in text for text in said)
 
 
 def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:

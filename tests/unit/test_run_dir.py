@@ -127,7 +127,8 @@ def test_a_lock_left_by_a_dead_update_is_removed(run_dir, monkeypatch):
     assert run_dir.update(a=1) == {"a": 1}
 
 
-def test_damaged_identity_is_said(run_dir):
-    run_dir.run_json.write_text("{")
+@pytest.mark.parametrize("content", ["{", "[]", '{"fence": "x"}', '{"attempts": 1}', '{"attempts": [{"ended": 1}]}'])
+def test_damaged_identity_is_said(run_dir, content):
+    run_dir.run_json.write_text(content)
     with pytest.raises(UserError, match="damaged"):
         run_dir.info()

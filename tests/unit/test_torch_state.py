@@ -114,15 +114,25 @@ def test_bfloat16_is_held_as_uint16() -> None:
 
 
 def test_an_optimizer_that_cannot_be_saved_says_so() -> None:
-    framework = make_framework(alone(), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+    framework = make_framework(alone(), optimizer=OPTIMIZERS["sgd"])
     framework.optimizer.state[framework.parameters[0]]["history"] = [1, 2]
-    with pytest.raises(UserError, match="LBFGS keeps a list as 'history'"):
+    with pytest.raises(UserError, match="SGD keeps a list as 'history'"):
         framework.state()
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(UserError, match="not parameters of the task's model"):
         make_framework(alone(), optimizer=lambda model: torch.optim.SGD(plain_model().parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(UserError, match="LBFGS evaluates the loss several times"):
+        make_framework(alone(), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_lazy_layer_without_a_shape_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"parameter 0\.weight has no shape yet"):
+        make_framework(alone(), model=lambda: nn.Sequential(nn.LazyLinear(2)), optimizer=OPTIMIZERS["sgd"])
 
 
 def test_python_and_numpy_draw_the_same_again() -> None:
