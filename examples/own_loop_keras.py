@@ -1,4 +1,4 @@
-"""Your own Keras loop on MPI ranks: python own_loop_keras.py, or mpirun -n 4 python own_loop_keras.py."""
+"""Your own Keras loop on MPI ranks: python own_loop_keras.py, or mpirun -n 4 python -m mpi4py own_loop_keras.py."""
 
 import keras
 import tensorflow as tf

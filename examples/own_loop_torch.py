@@ -1,4 +1,4 @@
-"""Your own PyTorch loop on MPI ranks: python own_loop_torch.py, or mpirun -n 4 python own_loop_torch.py."""
+"""Your own PyTorch loop on MPI ranks: python own_loop_torch.py, or mpirun -n 4 python -m mpi4py own_loop_torch.py."""
 
 import torch
 from torch.nn import functional

@@ -195,7 +195,7 @@ class CheckpointConfig:
     verify_replicated: bool = False
     """Check at each save that what is declared replicated is equal on all ranks (debugging)."""
     init_from: str | None = None
-    """Checkpoint folder or safetensors file whose weights the model starts from (fine-tuning)."""
+    """Run folder, checkpoint or safetensors file whose weights the model starts from (fine-tuning)."""
 
     def __post_init__(self) -> None:
         for key in ("every_steps", "every_epochs", "keep_last", "keep_every_steps"):
@@ -333,7 +333,7 @@ class LaunchConfig:
     nodes: int = 1
     """Nodes."""
     ranks_per_node: int | None = None
-    """Ranks on each node; by default one a GPU, else one."""
+    """Ranks on each node; by default launch.slurm.gpus_per_node, else one."""
     launcher: Literal["auto", "srun", "mpirun"] = "auto"
     """What starts the ranks inside a Slurm job."""
     command: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("path", help=PATH_HELP)
     for action in (verify, inspect, export):
         action.add_argument("--step", type=int, help="checkpoint of this step; by default the newest (verify: all)")
-    inspect.add_argument("--name", default="", help="only tensors below this name, such as model/dense1")
+    inspect.add_argument("--name", default="", help="only tensors below this name, such as model")
     diff.add_argument("first", help=PATH_HELP)
     diff.add_argument("second", help="likewise")
     export.add_argument(

@@ -12,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from hpctrain.config_file import add_run_file
 
     if parser.get_default("command") == "run":
-        parser.add_argument("-n", "--ranks", type=int, default=None, help="ranks to start; by default 1")
+        default = "by default launch.ranks_per_node, else 1"
+        parser.add_argument("-n", "--ranks", type=int, default=None, help=f"ranks to start; {default}")
         parser.add_argument("--fresh", action="store_true", help="put aside what is there and begin again")
         parser.add_argument("--doctor", action="store_true", help="examine MPI between the ranks instead of training")
         parser.add_argument("--json", action="store_true", help="with --doctor: JSON")
