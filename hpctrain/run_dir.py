@@ -68,7 +68,7 @@ class RunDir:
 
     @property
     def monitor_events(self) -> Path:
-        """Events, appended by the first node agent or the supervisor."""
+        """Events, appended by the first node agent."""
         return self.monitor / "events.jsonl"
 
     @property
@@ -192,7 +192,7 @@ class RunDir:
     # events
 
     def monitor_event(self, event: str, step: int, **fields: Any) -> None:
-        """Appends to monitor/events.jsonl; the first node agent or the supervisor only.
+        """Appends to monitor/events.jsonl; the first node agent only.
 
         Raises:
             RunFailed: it cannot be written (full disk).

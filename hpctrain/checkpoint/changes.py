@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError
@@ -46,7 +47,15 @@ def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
     values = flat(identity["config"])
     keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
     chosen = {key: values[key] for key in values if any(f"{key}.".startswith(f"{one}.") for one in keys)}
+    if "task" in chosen:
+        chosen["task"] = without_folder(chosen["task"])
     return chosen | {"global batch": identity["global_batch"], "training data": identity["data"]}
+
+
+def without_folder(task: str) -> str:
+    """A task by the name of its file: a job names that file by its full path, a shell by whatever leads to it."""
+    module, colon, function = task.partition(":")
+    return f"{Path(module).name}{colon}{function}" if module.endswith(".py") else task
 
 
 def config_hash(identity: Mapping[str, Any]) -> str:

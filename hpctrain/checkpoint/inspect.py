@@ -58,8 +58,10 @@ def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
 
 
 def summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
-    """Of all tensors below a prefix, by name."""
-    names = sorted(name for name in loaded.arrays if f"{name}/".startswith(f"{prefix.rstrip('/')}/" if prefix else ""))
+    """Of all tensors below a prefix, by name: below model/dense1 are model/dense1/kernel and model/dense1.weight."""
+    prefix = prefix.rstrip("/")
+    below = (f"{prefix}/", f"{prefix}.")
+    names = sorted(name for name in loaded.arrays if not prefix or name == prefix or name.startswith(below))
     return [summarize(name, loaded.arrays[name], loaded.dtypes[name]) for name in names]
 
 

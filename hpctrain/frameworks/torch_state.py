@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import Module, SyncBatchNorm
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
@@ -63,13 +63,13 @@ def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 def model_tensors(model: Module) -> list[TorchTensor]:
     """Parameters, then persistent buffers, each in the order of their modules.
 
-    Running statistics of normalisation layers are each rank's own, except where SyncBatchNorm keeps them equal.
+    Running statistics of normalisation layers are each rank's own.
     """
     kept = model.state_dict(keep_vars=True).keys()
     own = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm)
+        if isinstance(module, _NormBase)
         for name, _ in module.named_buffers(recurse=False)
     }
     return [

@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from hpctrain.config_file import read_yaml
 from hpctrain.errors import UserError
 from hpctrain.events import COMMON, REPEATED, Event
 from hpctrain.run_dir import RunDir
@@ -96,7 +97,7 @@ def read(run_dir: RunDir) -> RunData:
 def run_config(path: Path) -> dict[str, Any]:
     """run.yaml as it stands; empty where it is missing or damaged."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return loaded if isinstance(loaded, dict) else {}

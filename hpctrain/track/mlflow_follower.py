@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpctrain.events import Event, decode
+from hpctrain.report.reading import run_config
 from hpctrain.run_dir import RunDir, write_atomically
 from hpctrain.tail import Tail
 from hpctrain.track.mlflow import position
@@ -76,7 +75,7 @@ class Follower:
 
     def open_run(self) -> str:
         """A new run with the configuration as parameters."""
-        config = yaml.safe_load(self.run_dir.run_yaml.read_text(encoding="utf-8"))
+        config = run_config(self.run_dir.run_yaml)
         found = self.client.get_experiment_by_name(self.experiment)
         place = artifact_location(self.uri)
         experiment = found.experiment_id if found else self.client.create_experiment(self.experiment, place)
@@ -85,7 +84,11 @@ class Follower:
         attempts = info.get("attempts") or [{}]
         if attempts[-1].get("git_commit"):
             tags["mlflow.source.git.commit"] = str(attempts[-1]["git_commit"])
-        run_id = str(self.client.create_run(experiment, run_name=config["name"], tags=tags).info.run_id)
+        run_id = str(
+            self.client.create_run(
+                experiment, run_name=config.get("name", self.run_dir.path.name), tags=tags
+            ).info.run_id
+        )
         from mlflow.entities import Param
 
         params = [Param(key, str(value)[:6000]) for key, value in flat(config) if value is not None]

@@ -63,6 +63,14 @@ def test_decisive(key: str, config: Config) -> None:
     assert config_hash(identity(BASE)) != config_hash(identity(config))
 
 
+def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
+    here, job = change(task="wave.py:task"), change(task="/home/me/wave.py:task")
+    refuse_changes(identity(here), identity(job), "here")
+    for other in ("/home/me/other.py:task", "/home/me/wave.py:other", "wave:task"):
+        with pytest.raises(UserError, match="task was"):
+            refuse_changes(identity(here), identity(change(task=other)), "here")
+
+
 def test_other_data() -> None:
     with pytest.raises(UserError, match="training data"):
         refuse_changes(identity(BASE), identity(BASE, data="xyz"), "here")

@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         odd = np.array([np.nan, np.inf, 1, 3], np.float32)
         weight = np.full((3, 2), step, np.float32)
-        store.save({"model/a/weight": weight, "model/a/odd": odd, "model/b": np.arange(step)}, {"time": 0}, step)
+        store.save({"model/a/weight": weight, "model/a/odd": odd, "model/b.bias": np.arange(step)}, {"time": 0}, step)
     store.close()
     return tmp_path
 
@@ -61,6 +61,14 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (weight["shape"], weight["dtype"], weight["most"]) == ([3, 2], "float32", 2)
 
 
+@pytest.mark.parametrize(("prefix", "tensors"), [("model/b", 1), ("model/b.bias", 1), ("model/", 3), ("", 3)])
+def test_inspect_knows_the_names_of_both_frameworks(
+    run: Path, capsys: pytest.CaptureFixture[str], prefix: str, tensors: int
+) -> None:
+    assert main(["ckpt", "inspect", str(run), "--name", prefix, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == tensors
+
+
 def test_inspect_never_falls_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run, 2)
     assert main(["ckpt", "inspect", str(run)]) == 70
@@ -76,7 +84,7 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["equal"] == 1
     assert found["different"] == [
         {"name": "model/a/weight", "kind": "values", "largest": 1.0, "changed": 6},
-        {"name": "model/b", "kind": "shape", "largest": None, "changed": 0},
+        {"name": "model/b.bias", "kind": "shape", "largest": None, "changed": 0},
     ]
 
 

@@ -259,7 +259,7 @@ class TestWriting:
     def test_all_kinds_of_numbers(self, dtype: str) -> None:
         values = (RNG.random((50, 3)) * 100).astype(dtype)
         for options in ({}, {"chunk_samples": 4}):
-            write_hdf5(Path("a.h5"), from_dataset(open_dataset({"x": values})), overwrite=True, **options)
+            write_hdf5("a.h5", from_dataset(open_dataset({"x": values})), overwrite=True, **options)
             assert np.array_equal(read("a.h5")["x"], values) and read("a.h5")["x"].dtype == dtype
 
     def test_the_same_input_makes_the_same_bytes(self) -> None:

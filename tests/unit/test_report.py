@@ -21,7 +21,7 @@ from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
 from hpctrain.report.figures import save_figures
 from hpctrain.report.heat import shrink
-from hpctrain.report.reading import KEPT_EVENTS, RunData, read
+from hpctrain.report.reading import KEPT_EVENTS, RunData, read, run_config
 from hpctrain.report.summary import goodput, make_attempts, summarize
 from hpctrain.report.thinning import thin
 from hpctrain.run_dir import RunDir
@@ -265,6 +265,11 @@ def test_comparison_shows_what_differs_only() -> None:
     first = flatten({"train": {"epochs": 3, "steps": None}, "seed": 1, "env": {}})
     second = flatten({"train": {"epochs": 4, "steps": None}, "seed": 1, "env": {}})
     assert differences([first, second]) == {"train.epochs": [3, 4]}
+
+
+def test_values_of_the_run_file_are_shown_as_they_were_meant(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("reduce: {overlap: off}\nlaunch: {slurm: {time: 10:30:00}}\n")
+    assert flatten(run_config(tmp_path / "run.yaml")) == {"reduce.overlap": "off", "launch.slurm.time": "10:30:00"}
 
 
 def test_comparison_of_two_folders(tmp_path: Path) -> None:

@@ -122,6 +122,12 @@ def test_an_array_element_supervises_its_own_run(tmp_path: Path) -> None:
     assert execute(text, tmp_path)["hpctrain"]["words"] == ["supervise", "/runs/my run/3/run.yaml"]
 
 
+def test_the_supervisor_knows_how_early_the_signal_comes(tmp_path: Path) -> None:
+    text = script()
+    assert "#SBATCH --signal=B:USR1@30\n" in text
+    assert execute(text, tmp_path)["hpctrain"]["env"]["HPCTRAIN_SIGNAL_S"] == "30"
+
+
 def test_a_failing_line_ends_the_job_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(script(setup=("true", "ls /does/not/exist")))
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -20,7 +21,16 @@ from hpctrain.launch.slurm import client, in_job, requeue
 from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Plan, Submitted, record, submissions, submit
-from hpctrain.launch.slurm.supervise import LEAVE_S, amend, await_end, by_person, in_view_of, make_launch
+from hpctrain.launch.slurm.supervise import (
+    LEAVE_S,
+    SIGNAL_S,
+    amend,
+    await_end,
+    by_person,
+    in_view_of,
+    limits,
+    make_launch,
+)
 from hpctrain.launch.slurm.who_ends import Who, who_ends
 from hpctrain.launch.verdict import NODE, PREFLIGHT, Action, Verdict, decide
 from hpctrain.monitor.exclude import Exclusion, exclude
@@ -301,6 +311,15 @@ client.job_fields = lambda job: {}
 supervise.follow = lambda *_: os.kill(os.getpid(), signal.SIGUSR1) or 70
 sys.exit(supervise.supervise_job(sys.argv[1]))
 """
+
+
+def test_ranks_get_the_time_that_the_job_script_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, run = Config(name="r", launch=LaunchConfig(command=("sh",))), RunDir(tmp_path)
+    monkeypatch.setenv(SIGNAL_S, "300")
+    assert limits(config, run).stop_grace_s == 270
+    monkeypatch.delenv(SIGNAL_S)  # a script of the user's own
+    launch = LaunchConfig(command=("sh",), slurm=SlurmConfig(signal_s=200))
+    assert limits(dataclasses.replace(config, launch=launch), run).stop_grace_s == 180
 
 
 def test_the_signal_before_the_time_limit_does_not_end_a_requeue(tmp_path: Path) -> None:

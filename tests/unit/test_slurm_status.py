@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.digest import Digest
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.live_lock import LiveLock, myself
 from hpctrain.launch.slurm import client, ending, logs, status, submission, watching
 from hpctrain.run_dir import RunDir
@@ -140,6 +140,15 @@ def test_sweeps(tmp_path: Path) -> None:
         submission.sweep([str(tmp_path / "empty")])
 
 
+def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "0"):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.yaml").write_text(f"name: a\nlaunch: {{command: [sh]}}\nrun_dir: {folder}\n")
+    assert main(["resume", "--dry-run", str(tmp_path)]) == ExitCode.USER_ERROR
+    assert f"resume one of them: hpctrain resume {tmp_path}/0" in capsys.readouterr().err
+    assert main(["resume", "--dry-run", str(tmp_path / "0")]) == 0
+
+
 def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
@@ -159,6 +168,14 @@ def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [log.path.name for log in logs.find(run)] == ["slurm-7.out", "7-2-0.out", "7-2-launcher.out"]
     assert [log.path.name for log in logs.find(run, rank="10")] == ["7-1-10.out"]
+
+
+def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path: Path) -> None:
+    for name in ("logs/slurm-7_1.out", "logs/slurm-7_11.out", "1/logs/7-1-0.out"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = logs.find(RunDir(tmp_path / "1"))
+    assert [(log.job, log.rank) for log in found] == [("7_1", "job"), ("7", "0")]
 
 
 def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Path) -> None:

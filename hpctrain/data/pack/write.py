@@ -27,7 +27,7 @@ CHUNK_BYTES = 2**20
 
 
 def write_hdf5(
-    path: Path,
+    path: str | Path,
     source: Source,
     dtypes: Mapping[str, np.dtype[Any]] | None = None,
     chunk_samples: int | None = None,
@@ -49,6 +49,7 @@ def write_hdf5(
     Raises:
         UserError: the file exists, does not fit, or a value does not fit its dtype.
     """
+    path = Path(path)
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists", "choose another name, or replace it with --force")

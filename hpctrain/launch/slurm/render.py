@@ -36,6 +36,8 @@ class JobScript:
     """Environment variables."""
     run_file: str | None
     """Run file; the folder of the elements' run folders for an array; None: the script's first argument."""
+    signal_s: int
+    """Seconds before the time limit at which the supervisor is told to stop; it has them told, too."""
     elements: bool = False
     """The job is an array."""
 
@@ -64,6 +66,7 @@ def job_script(
         origin=f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again.",
         run_file=text(str(run_file), "run file"),
         bin=None if bin_dir is None else text(str(bin_dir), "environment"),
+        signal_s=signal_s,
         elements=array is not None,
         **_parts(directives, config.launch),
     )
@@ -73,7 +76,11 @@ def portable_script(config: Config, signal_s: int) -> JobScript:
     """A script for any run file: ``sbatch script.sbatch run.yaml``, with hpctrain on PATH."""
     directives = build(config.name, config.launch, "%x-%j.out", signal_s)
     return JobScript(
-        origin="Usage: sbatch THIS_SCRIPT run.yaml", run_file=None, bin=None, **_parts(directives, config.launch)
+        origin="Usage: sbatch THIS_SCRIPT run.yaml",
+        run_file=None,
+        bin=None,
+        signal_s=signal_s,
+        **_parts(directives, config.launch),
     )
 
 

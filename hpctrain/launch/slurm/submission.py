@@ -76,8 +76,13 @@ def runs(target: str) -> list[RunDir]:
     run = folder(target)
     if not run.path.is_dir():
         raise UserError(f"there is no run folder {run.path}", "submit the run first, or give its folder")
-    elements = [path.parent for path in run.path.glob("*/run.yaml") if path.parent.name.isdigit()]
-    return [RunDir(path) for path in sorted(elements, key=lambda path: int(path.name))] or [run]
+    return elements_of(run) or [run]
+
+
+def elements_of(array: RunDir) -> list[RunDir]:
+    """The runs of an array, by index; none where this is the folder of one run."""
+    found = [path.parent for path in array.path.glob("*/run.yaml") if path.parent.name.isdigit()]
+    return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name))]
 
 
 def plan(

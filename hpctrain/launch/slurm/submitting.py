@@ -37,6 +37,8 @@ def submit(args: argparse.Namespace) -> int:
         raise UserError(f"--chain is {args.chain}", "give 1 or more")
     if resumes and not folder.run_yaml.exists():
         raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
+    if resumes and submission.elements_of(folder):
+        raise UserError(f"{folder.path} is an array of runs", f"resume one of them: hpctrain resume {args.target}/0")
     array = [] if resumes else submission.sweep(args.array)
     planned = submission.plan(
         _excluding(config, args.exclude), folder, array, None if resumes else args.at_once, args.chain

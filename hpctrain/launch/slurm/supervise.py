@@ -29,6 +29,8 @@ from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, write_atomically
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""
 
+SIGNAL_S = "HPCTRAIN_SIGNAL_S"
+"""Variable in which the job script, which a requeue leaves as it is, names the lead of its stop signal."""
 LEAVE_S = 60.0
 """Seconds that Slurm has to end this process after a requeue."""
 LOOK_S = 0.2
@@ -108,7 +110,8 @@ def as_allocated(config: Config, job: Job) -> Config:
 
 def limits(config: Config, run_dir: RunDir) -> Limits:
     """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
-    grace_s = max(config.launch.stop_grace_s, 0.9 * signal_s(config, run_dir))
+    lead_s = int(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
+    grace_s = max(config.launch.stop_grace_s, 0.9 * lead_s)
     return Limits(stop_grace_s=grace_s, max_failures=config.launch.max_failures)
 
 
