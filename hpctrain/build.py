@@ -182,6 +182,7 @@ def make_trainer(
             workers=config.data.workers,
             transform=problem.task.transform,
             seed=config.seed,
+            place=framework.place,
         ),
         validation=None if validation is None else make_validation(config, world, validation),
         schedule=make_schedule(

@@ -106,11 +106,13 @@ def _bind(
 
 
 def seed_task(seed: int, precision: str, local_rank: int) -> None:
-    """Seeds Python, NumPy and each framework that is imported, alike on all ranks, before the task is made."""
+    """Seeds Python, NumPy and each framework that is imported, alike on all ranks, and has it use this rank's GPU."""
     seed_python(seed)
     if "torch" in sys.modules:
         from hpctrain.frameworks.torch import seed as seed_torch
+        from hpctrain.frameworks.torch_device import pick_device
 
+        pick_device(local_rank)  # what the task makes on "cuda" is to lie on this rank's GPU
         seed_torch(seed)
     if "tensorflow" in sys.modules:
         from hpctrain.frameworks.tensorflow_runtime import begin_task

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.comm import horovod_setup
 from hpctrain.comm.buckets import Layout
 from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
 
 POLL_S = 2e-4
 """Horovod's own wait looks once a millisecond."""
@@ -56,8 +57,27 @@ class HorovodSum:
         self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
 
 
+def unfit(horovod: Any, group: Group, device: torch.device) -> UserError | None:
+    """What keeps Horovod from summing tensors of this device, the same on all ranks. Collective over the group."""
+    on_gpu = device.type == "cuda"
+    for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if on_gpu and horovod.nccl_built() else None
+    everywhere = group.allgather([for_cpus, gpu], "compare GPUs")
+    if any(for_cpus for for_cpus, _ in everywhere):  # it would read values before they are there, and then hang
+        return UserError(
+            "Horovod was built for CPUs, but the model is on a GPU",
+            f"{horovod_setup.BUILD} --gpu --force, or set reduce.kind: mpi",
+        )
+    gpus = [gpu for _, gpu in everywhere if gpu]
+    if len(set(gpus)) < len(gpus):
+        return UserError("ranks share a GPU, which NCCL refuses", "start one rank a GPU, or set reduce.kind: mpi")
+    return None
+
+
 def horovod_sum(group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> HorovodSum:
     """Starts Horovod; raises UserError where it is missing or does not fit."""
     horovod = horovod_setup.load("torch")
+    if error := unfit(horovod, group, device):
+        raise error
     horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
     return HorovodSum(horovod, layout, dtype, device, half)

@@ -15,7 +15,7 @@ from hpctrain.comm.auto import Candidate, Choice, candidates, choose, look_aroun
 from hpctrain.comm.buckets import plan
 from hpctrain.comm.group import Group
 from hpctrain.comm.torch_gradients import FlatGradients, Sparse, densify
-from hpctrain.comm.torch_horovod import horovod_sum
+from hpctrain.comm.torch_horovod import horovod_sum, unfit
 from hpctrain.comm.torch_sums import TensorSum, mpi_sum
 from hpctrain.comm.totals import LOSS, SLOTS, WEIGHT, WEIGHTED, Totals, totals
 from hpctrain.comm.world import World
@@ -170,8 +170,13 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
 
 def possible(config: ReduceConfig, world: World, model: Module) -> list[Candidate]:
     """What may be chosen from for this model on these ranks; raises UserError where the configuration cannot be met."""
-    gpu = any(parameter.is_cuda for parameter in model.parameters())
-    return candidates(config, look_around(config, world, gpu, lambda: horovod_setup.available("torch")))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def has_horovod() -> bool:  # asked on all ranks or on none
+        there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
+        return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+
+    return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
 
 
 def measured_reducer(

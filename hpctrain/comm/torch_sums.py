@@ -52,24 +52,30 @@ class StagedTensorSum:
         pin(self.staging)
         self.flat = torch.zeros(len(host.buffer), dtype=self.staging.dtype, device=device)
         self.stream = torch.cuda.Stream(device)
+        self.copies: list[tuple[int, int, torch.cuda.Event]] = []
 
     def start(self, begin: int, end: int) -> None:
         """See TensorSum."""
         self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         with torch.cuda.stream(self.stream):
             self.staging[begin:end].copy_(self.flat[begin:end], non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.copies.append((begin, end, done))
 
     def finish(self) -> None:
         """See TensorSum."""
-        self.stream.synchronize()
-        self.host.start(0, len(self.staging))
+        for begin, end, done in self.copies:  # the first travel while the last are being copied
+            done.synchronize()
+            self.host.start(begin, end)
+        self.copies.clear()
         self.host.finish()
         self.flat.copy_(self.staging, non_blocking=True)
 
     def close(self) -> None:
         """See TensorSum."""
         torch.cuda.synchronize(self.flat.device)
-        torch.cuda.cudart().cudaHostUnregister(self.staging.data_ptr())
+        unpin(self.staging.data_ptr())
         self.host.close()
 
 
@@ -78,6 +84,11 @@ def pin(staging: Tensor) -> None:
     size = staging.numel() * staging.element_size()
     code = torch.cuda.cudart().cudaHostRegister(staging.data_ptr(), size, 0)
     torch.cuda.check_error(int(code))
+
+
+def unpin(address: int) -> None:
+    """Undoes ``pin`` of the memory that begins there."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class TorchCodec:

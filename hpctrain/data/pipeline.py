@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,7 @@ class TrainingData:
         workers: int = 0,
         transform: Transform | None = None,
         seed: int = 0,
+        place: Callable[[Samples], Samples] = lambda samples: samples,
     ) -> None:
         """
         Args:
@@ -71,6 +72,7 @@ class TrainingData:
             workers: worker processes that read and transform; 0 leaves that to the thread.
             transform: of one sample, with random numbers keyed by (seed, epoch, sample).
             seed: for the transform; the order has its own.
+            place: moves a batch to memory from which it reaches the device fastest.
         """
         self.dataset = dataset
         self.order = order
@@ -81,6 +83,7 @@ class TrainingData:
         self.workers = workers
         self.transform = transform
         self.seed = seed
+        self.place = place
         self.batches: Generator[Batch, None, None] | None = None
         self.pool: WorkerPool | None = None
 
@@ -119,6 +122,7 @@ class TrainingData:
 
     def _batch(self, part: Part, samples: Samples) -> Batch:
         count = len(part.ids)
+        samples = self.place(samples)
         pieces = [part_of(count, piece, self.accumulate) for piece in range(min(self.accumulate, count))]
         return Batch(
             epoch=part.epoch,

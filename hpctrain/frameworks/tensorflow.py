@@ -18,6 +18,7 @@ from hpctrain.comm.tensorflow_reduce import Reducer, broadcast, measured_reducer
 from hpctrain.comm.totals import LOSS, WEIGHT, totals
 from hpctrain.comm.world import World
 from hpctrain.config import Config
+from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
@@ -230,6 +231,10 @@ class KerasFramework:
             self.loss_scale.state[:] = arrays[SCALER]
         restore_host_random_state(arrays)
         self.factor = None  # the rates of the run file hold, not the saved ones
+
+    def place(self, samples: Samples) -> Samples:
+        """See Framework: TensorFlow copies by itself."""
+        return samples
 
     def synchronize(self) -> None:
         """See Framework: copies are complete when ``copy_into`` returns."""

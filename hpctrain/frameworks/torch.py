@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,14 @@ from hpctrain.comm.torch_reducer import (
     possible,
     require_same_model,
 )
+from hpctrain.comm.torch_sums import pin, unpin
 from hpctrain.comm.totals import Totals
 from hpctrain.comm.world import World
 from hpctrain.config import Config
+from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.torch_device import pick_device, require_same_kind
 from hpctrain.frameworks.torch_state import (
     TorchTensor,
     digest,
@@ -87,13 +91,16 @@ class TorchFramework:
         train = config.train
         self.task, self.world, self.config, self.clock = task, world, config, clock
         self.device = pick_device(world.local_rank)
+        require_same_kind(self.device, world)
         if train.threads is not None:  # a supervisor has told the environment; mpirun has not
             torch.set_num_threads(train.threads)
         self.model: torch.nn.Module = task.model
         self.optimizer: torch.optim.Optimizer = task.optimizer
-        require_trainable(self.model, self.optimizer)
+        require_trainable(self.model, self.optimizer, train.channels_last)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
+        if self.optimizer.state and self.device.type != "cpu":  # Adagrad's is there from the start, on the CPU
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
         require_same_model(world.data, self.model)
         broadcast(world.data, list(self.model.state_dict().values()), "receive the model")
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -166,8 +173,12 @@ class TorchFramework:
             clock.mark(Phase.FORWARD)
             weighted = isinstance(score, tuple)
             samples = samples_of(host)
-            total, part = score if weighted else (score * samples, samples)
+            total, part = score if weighted else (score, samples)
             require_scalar(total)
+            if total.dtype in LOW_PRECISION.values():
+                total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
+            if not weighted:
+                total = total * samples
             reducer.last_backward = number == len(micro_batches)
             (total * factor).backward()
             loss = loss + total.detach()
@@ -267,10 +278,22 @@ class TorchFramework:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def place(self, samples: Samples) -> Samples:
+        """See Framework. The copy to the GPU may go on until the update is done: a batch is kept for so long."""
+        if self.device.type != "cuda":
+            return samples
+        torch.cuda.set_device(self.device)  # of this thread, which would else open a context on the first GPU
+        return {name: writable(array).pin_memory().numpy() for name, array in samples.items()}
+
     def staging(self, num_bytes: int) -> NDArray[np.uint8]:
         """Host memory for a checkpoint's snapshot: uint8, page-locked where the model is on a GPU."""
         try:
-            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").numpy()
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+            buffer = memory.numpy()
+            if self.device.type == "cuda":  # torch's own page-locked memory is rounded up to a power of two, and kept
+                pin(memory)
+                weakref.finalize(buffer, unpin, memory.data_ptr()).atexit = False
+            return buffer
         except RuntimeError as error:  # as torch calls it
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
@@ -323,7 +346,7 @@ class TorchFramework:
         return {name: self._tensor(array) for name, array in batch.items()}
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        host = torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
+        host = writable(array)
         if self.device.type == "cuda":
             host = host.pin_memory().to(self.device, non_blocking=True)
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
@@ -337,16 +360,7 @@ class _NoClock:
         """Nor do they end one."""
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """One GPU a rank, in turn; the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer, channels_last: bool) -> None:
     """Raises UserError where this model and optimizer cannot be trained by one backward pass and one step an update."""
     own = set()
     for name, parameter in model.named_parameters():
@@ -355,6 +369,11 @@ def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
             raise UserError(
                 f"parameter {name} has no shape yet, since its layer is a lazy one",
                 "pass an example batch through the model before the task returns it",
+            )
+        if channels_last and parameter.ndim == 5:
+            raise UserError(
+                f"train.channels_last is for images, and parameter {name} has 5 dimensions",
+                "leave train.channels_last out",
             )
     if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
         raise UserError(
@@ -366,6 +385,11 @@ def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
             "LBFGS evaluates the loss several times an update, which a step over several ranks does once",
             "use an optimizer whose step needs no closure, such as AdamW",
         )
+
+
+def writable(array: NDArray[Any]) -> Tensor:
+    """A host array as a tensor: over the same memory where a task may change it in place, else over a copy."""
+    return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
 
 
 def samples_of(batch: HostBatch) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from hpctrain.comm.auto import Choice
+from hpctrain.data.dataset import Samples
 from hpctrain.train.state import StateTensor
 
 HostBatch = Mapping[str, NDArray[Any]]
@@ -55,6 +56,9 @@ class Framework(Protocol):
 
         Raises NonFiniteLoss, on every rank alike, where no loss scaling is there to skip the step.
         """
+
+    def place(self, samples: Samples) -> Samples:
+        """A batch in memory from which it reaches the device fastest; the loader's thread calls this ahead of use."""
 
     def evaluate(self, batch: HostBatch) -> Sums:
         """This rank's (sum, weight) of the loss and of each metric, without training."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from hpctrain.comm.group import Group
+from hpctrain.comm.torch_horovod import unfit
 from hpctrain.comm.torch_reducer import NoReducer
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
@@ -18,7 +22,7 @@ from hpctrain.frameworks.loss_scale import GROWTH_STEPS, INITIAL, LossScale
 from hpctrain.frameworks.torch import TorchFramework
 from hpctrain.frameworks.torch_state import TorchTensor, digest
 from hpctrain.train.state import Placement
-from tests.support.torch_tasks import make_framework, noisy_model, plain_model, samples, train
+from tests.support.torch_tasks import make_framework, noisy_model, plain_model, samples, sgd, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -235,3 +239,51 @@ def test_a_loss_of_one_value_a_sample_is_a_clear_error() -> None:
 
     with pytest.raises(UserError, match=r"the loss has shape \[30\]"):
         train(make_framework(alone(), loss=each), 1)
+
+
+def test_a_half_precision_loss_is_summed_in_full_precision() -> None:
+    def loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (nn.functional.cross_entropy(outputs, batch["y"]) * 0 + outputs.sum() * 0 + 3000).half()
+
+    batch = {name: array[:30] for name, array in samples().items()}
+    result = make_framework(alone(), loss=loss).step([batch], 30)
+    assert result.loss == (90000, 30)  # more than fp16 can hold
+
+
+def test_channels_last_is_refused_by_name_where_there_are_volumes() -> None:
+    with pytest.raises(UserError, match=r"parameter 0\.weight has 5 dimensions"):
+        make_framework(alone(), model=lambda: nn.Sequential(nn.Conv3d(1, 1, 1)), optimizer=sgd, channels_last=True)
+
+
+class FakeHorovod:
+    """What ``unfit`` asks of Horovod."""
+
+    def __init__(self, cuda: bool, nccl: bool) -> None:
+        self.cuda_built = lambda: cuda
+        self.nccl_built = lambda: nccl
+        self.rocm_built = lambda: False
+
+
+class Pair(Group):
+    """Two ranks that say the same."""
+
+    def allgather(self, value: Any, what: str, timeout_s: float = 0.0) -> list[Any]:
+        return [value, value]
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "nccl", "found"),
+    [
+        ("cpu", False, False, None),
+        ("cuda", False, False, "built for CPUs"),
+        ("cuda", True, True, "share a GPU"),
+        ("cuda", True, False, None),  # sums over MPI, which may share
+    ],
+)
+def test_horovod_is_not_handed_what_it_cannot_sum(
+    monkeypatch: pytest.MonkeyPatch, device: str, cuda: bool, nccl: bool, found: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    error = unfit(FakeHorovod(cuda, nccl), Pair("data"), torch.device(device))
+    assert (error is None) == (found is None)
+    assert found is None or found in str(error)
