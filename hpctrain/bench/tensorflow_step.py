@@ -24,7 +24,7 @@ from hpctrain.comm.auto import Candidate
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config import Config, ReduceConfig, TrainConfig
 from hpctrain.frameworks.tensorflow import KerasFramework
-from hpctrain.frameworks.tensorflow_runtime import set_environment
+from hpctrain.frameworks.tensorflow_runtime import choose_gpu, set_environment
 from hpctrain.task import KerasTask
 from hpctrain.train.clock import IntervalClock
 
@@ -197,6 +197,7 @@ def main() -> None:
     args = parser_of_ranks().parse_args()
     set_environment(threads=None)
     world = connect()
+    choose_gpu(world.local_rank)
     contenders = args.contenders.split(",")
     choices = Choices(world, args.compression, workers(world) if "mwms" in contenders else None)
     found: list[Row] = []

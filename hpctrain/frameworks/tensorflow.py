@@ -23,7 +23,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.tensorflow_passes import Passes, Tensors, Update, slots_and_norm
-from hpctrain.frameworks.tensorflow_runtime import POLICIES
+from hpctrain.frameworks.tensorflow_runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow_state import (
     VariableTensor,
     digest,
@@ -72,10 +72,11 @@ class KerasFramework:
         """Makes the model and its optimizer equal on all ranks. Collective.
 
         Raises:
-            UserError: Keras runs on another backend, the ranks' models differ, or the reducer that the configuration
-                names cannot be had.
+            UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
+                models differ, or the reducer that the configuration names cannot be had.
         """
         refuse_what_cannot_work(task, config)
+        require_own_gpu(world.local_size)
         self.task = task
         self.world = world
         self.group = world.data

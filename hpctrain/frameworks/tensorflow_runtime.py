@@ -1,4 +1,4 @@
-"""TensorFlow's process-wide settings: threads, chatter, seed, precision. Importing this loads no framework."""
+"""TensorFlow's process-wide settings: threads, GPU, chatter, seed, precision. Importing this loads no framework."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+
+from hpctrain.errors import UserError
 
 CHATTER = re.compile(
     rb"oneDNN custom operations are on|All log messages before absl::InitializeLog|optimized to use available CPU"
@@ -21,14 +23,16 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 
 
 def set_environment(threads: int | None, verbose: bool = False) -> None:
-    """Thread counts, log level and Keras' backend, for a TensorFlow that is imported later.
+    """Thread counts, memory of GPUs, log level and Keras' backend, for a TensorFlow that is imported later.
 
-    TensorFlow reads the thread counts when its first tensor is made, so this must come before the task is loaded.
+    TensorFlow reads the first two when its first tensor is made, so this must come before the task is loaded.
 
     Args:
         threads: compute threads of this rank; by default OMP_NUM_THREADS, else what TensorFlow chooses.
     """
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    # Else the first tensor takes all memory of all GPUs, also where a PyTorch task uses TensorFlow for its data only.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     count = str(threads) if threads else os.environ.get("OMP_NUM_THREADS", "")
     if count.isdigit():
         os.environ.setdefault("TF_NUM_INTRAOP_THREADS", count)
@@ -58,20 +62,38 @@ def without_chatter(verbose: bool = False) -> Iterator[None]:
 
 
 def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
-    """Seed, names, precision and device for a Keras model that is about to be made; nothing where Keras is not loaded.
+    """Device, seed, names and precision for a task that is about to be made; only what is imported is made ready.
 
     Names begin anew, so that a second model of the process gets the same ones as the first.
     """
+    if "tensorflow" in sys.modules:
+        choose_gpu(local_rank)
     if "keras" not in sys.modules:
         return
     import keras
-    import tensorflow as tf
 
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed % 2**32)
     keras.config.set_dtype_policy(POLICIES[precision])
+
+
+def choose_gpu(local_rank: int) -> None:
+    """Hides all GPUs but this rank's from TensorFlow. It must not have made a tensor yet; see ``require_own_gpu``."""
+    import tensorflow as tf
+
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        mine = gpus[local_rank % len(gpus)]
-        tf.config.set_visible_devices(mine, "GPU")
-        tf.config.experimental.set_memory_growth(mine, True)
+        with contextlib.suppress(RuntimeError):  # it has begun: that is no harm to a task of another framework
+            tf.config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
+
+
+def require_own_gpu(local_ranks: int) -> None:
+    """Raises UserError where TensorFlow would put the models of all ranks of this node on the same GPU of several."""
+    import tensorflow as tf
+
+    seen = len(tf.config.list_logical_devices("GPU"))
+    if seen > 1 and local_ranks > 1:
+        raise UserError(
+            f"TensorFlow was used before this rank could choose one of the {seen} GPUs that it sees",
+            "import keras at the top of the task's module; make tensors, layers and optimizers in the task function",
+        )

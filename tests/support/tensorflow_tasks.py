@@ -91,7 +91,7 @@ def make_framework(
     **train: Any,
 ) -> KerasFramework:
     """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
-    begin_task(7, train.get("precision", "fp32"))
+    begin_task(7, train.get("precision", "fp32"), world.local_rank)
     task = KerasTask(model(), loss, optimizer(), None, metrics={"accuracy": accuracy})
     settings = TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train)
     config = Config(

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from hpctrain.comm.world import alone
+from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow import KerasFramework
 from hpctrain.train.framework import NonFiniteLoss
@@ -294,6 +294,18 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)
     assert "is float64" in refusal(model=made_in_float64)
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
+
+
+def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(World):
+        local_size = 2
+
+    def devices(kind: str) -> list[str]:
+        return [f"{kind}:0", f"{kind}:1"]
+
+    monkeypatch.setattr(tf.config, "list_logical_devices", devices)
+    with pytest.raises(UserError, match="before this rank could choose one of the 2 GPUs"):
+        make_framework(Two(**vars(alone())))
 
 
 def test_a_loss_per_sample_is_refused() -> None:

@@ -79,6 +79,55 @@ def test_a_task_gets_the_seed_and_precision_and_the_same_names_again() -> None:
     assert first[2] == second[2]
 
 
+def test_memory_of_gpus_is_taken_as_it_is_needed_unless_the_user_says_otherwise() -> None:
+    show = "set_environment(None)\nprint(os.environ['TF_FORCE_GPU_ALLOW_GROWTH'])\n"
+    assert run(show).stdout == "true\n"
+    assert run(show, TF_FORCE_GPU_ALLOW_GROWTH="false").stdout == "false\n"
+
+
+GPUS = """
+with without_chatter():
+    import tensorflow as tf
+from types import SimpleNamespace as N
+tf.config.list_physical_devices = lambda kind: [N(name=f"{kind}:{n}", device_type=kind) for n in range(4)]
+chosen = []
+tf.config.set_visible_devices = lambda device, kind: chosen.append(device.name)
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_chooses_a_gpu_before_tensorflow_begins() -> None:
+    ended = run(GPUS + "begin_task(3, local_rank=1)\nbegin_task(3, local_rank=6)\nprint(*chosen)\n")
+    assert ended.stdout == "GPU:1 GPU:2\n", ended.stderr
+
+
+@pytest.mark.slow
+def test_making_a_task_ready_leaves_tensorflow_unused() -> None:
+    ended = run(
+        "with without_chatter():\n    import keras\n"
+        "begin_task(3)\n"
+        "from tensorflow.python.eager import context\n"
+        "print(context.context()._context_handle)\n"
+    )
+    assert ended.stdout == "None\n", ended.stderr
+
+
+@pytest.mark.slow
+def test_a_keras_task_that_began_too_early_to_choose_a_gpu_is_refused_where_ranks_would_share_one() -> None:
+    ended = run(
+        GPUS + "def refuse(device, kind):\n    raise RuntimeError('Visible devices cannot be modified')\n"
+        "tf.config.set_visible_devices = refuse\n"
+        "begin_task(3, local_rank=1)\n"
+        "tf.config.list_logical_devices = tf.config.list_physical_devices\n"
+        "require_own_gpu(1)\n"
+        "print('one rank may see them all')\n"
+        "require_own_gpu(2)\n"
+    )
+    assert ended.stdout == "one rank may see them all\n", ended.stderr
+    assert "UserError: TensorFlow was used before this rank could choose one of the 4 GPUs that it sees" in ended.stderr
+    assert "make tensors, layers and optimizers in the task function" in ended.stderr
+
+
 def test_nothing_is_loaded_for_tasks_of_others() -> None:
     ended = run(
         "import sys\nset_environment(1)\nbegin_task(3)\nprint('keras' in sys.modules, 'tensorflow' in sys.modules)\n"
