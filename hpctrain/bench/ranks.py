@@ -24,6 +24,7 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         RunFailed: the program failed; its last lines are in the message.
     """
     from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
+    from hpctrain.launch.processes import forget_session
     from hpctrain.launch.threads import thread_environment, usable_cores
 
     environment = {**os.environ, **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -38,7 +39,12 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         words = [word for pair in options.items() for word in pair]
         command = [*prefix, sys.executable, "-m", module, *words, "--out", str(out)]
         with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: forget_session(environment),  # noqa: PLW1509 safe, since there is one thread here
         ) as child:
             try:
                 said, _ = child.communicate(timeout=TIMEOUT_S)

@@ -15,6 +15,7 @@ from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.doctor.link import MARK
 from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
+from hpctrain.launch.processes import forget_session
 from hpctrain.launch.threads import usable_cores
 
 TIMEOUT_S = 120.0
@@ -41,7 +42,15 @@ def findings(ranks: int) -> list[Finding]:
     environment = {**os.environ, **launcher_environment(mpirun.flavour, ranks > cores, os.environ), **ours}
     words = [*mpirun.argv(ranks, {}, cores), sys.executable, "-m", "hpctrain.doctor.link"]
     try:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            words,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            preexec_fn=lambda: forget_session(environment),
+        )
     except subprocess.TimeoutExpired as error:
         fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
         raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error

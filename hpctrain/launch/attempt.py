@@ -115,6 +115,11 @@ class Attempt:
         log = self.open_log()
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         processes.adopt_orphans()
+
+        def before_launcher() -> None:
+            processes.die_with_parent(signal.SIGTERM)  # mpirun and srun end their ranks then
+            processes.forget_session(environment)
+
         with log:
             self.process = subprocess.Popen(
                 list(self.launch.argv),
@@ -123,8 +128,7 @@ class Attempt:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
-                # mpirun and srun end their ranks on SIGTERM. There is one thread here, so a preexec_fn is safe.
-                preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),  # noqa: PLW1509
+                preexec_fn=before_launcher,  # noqa: PLW1509 safe, since there is one thread here
             )
         assert self.process.stdout is not None
         self.passing = Passing(self.process.stdout, sys.stdout.fileno())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -46,6 +48,19 @@ def machine() -> str:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Has the kernel signal this process when its parent dies. Kept across exec, not inherited by children."""
     _prctl(PR_SET_PDEATHSIG, number)
+
+
+def forget_session(environment: Mapping[str, str]) -> None:
+    """Removes what a killed mpirun that had this process's number has left; to be called where mpirun takes its place.
+
+    Open MPI 5 names its session folder by process number only, and does not start where there is one already ("The
+    PMIx server's listener thread failed to start").
+
+    Args:
+        environment: that mpirun will have.
+    """
+    base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
+    shutil.rmtree(f"{base}/ompi.{os.getpid()}", ignore_errors=True)
 
 
 def adopt_orphans() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import psutil
 import pytest
 
 from hpctrain.events import missing_fields
+from hpctrain.launch.processes import forget_session
 from hpctrain.run_dir import RunDir
 from tests.support.command import (
     endings,
@@ -25,6 +29,7 @@ from tests.support.command import (
     started,
     wait_for,
 )
+from tests.support.mpi import find_mpirun, rank_environment
 
 pytestmark = pytest.mark.world_size(2)
 LONG = {"train": {"steps": 500}, "track": {"every_steps": 1}}
@@ -52,6 +57,21 @@ def test_two_ranks_train_as_one_job(tmp_path):
     (end,) = events(tmp_path / "run", "run_finished")
     assert (end["reason"], end["step"], end["steps"]) == ("completed", 12, 12)
     assert not leftovers(tmp_path)
+
+
+def test_what_a_killed_mpirun_of_the_same_number_has_left_stops_nobody():
+    def before(environment: dict[str, str]) -> None:
+        folder = Path(environment["TMPDIR"], f"ompi.{os.getpid()}")
+        folder.mkdir()
+        (folder / f"pmix.{socket.gethostname()}.tool.{os.getpid()}").touch()
+        forget_session(environment)
+
+    launcher = find_mpirun()
+    assert launcher
+    environment = rank_environment({"TMPDIR": tempfile.gettempdir()})
+    words = [launcher, "-n", "1", "true"]
+    started = subprocess.run(words, env=environment, preexec_fn=lambda: before(environment), timeout=60, check=False)  # noqa: PLW1509
+    assert started.returncode == 0
 
 
 def test_the_run_folder_says_what_ran(tmp_path):

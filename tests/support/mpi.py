@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.launch.processes import forget_session
+
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
 
@@ -54,6 +56,7 @@ def run_in_group(command: list[str], env: Mapping[str, str], cwd: Path | None, t
     child = subprocess.Popen(
         command, env=dict(env), cwd=cwd, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: forget_session(env),  # noqa: PLW1509
     )  # fmt: skip
     try:
         stdout, stderr = child.communicate(timeout=timeout)

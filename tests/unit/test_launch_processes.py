@@ -93,3 +93,14 @@ def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
     os.close(target)
     assert (tmp_path / "out").read_text() == "model\n=====================\nstep 1\nstep 2\nstep 3\n"
     assert "BAD TERMINATION" in passing.text
+
+
+def test_what_a_dead_mpirun_of_the_same_number_has_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "ompi.1").mkdir()
+
+    def before() -> None:
+        os.makedirs(tmp_path / f"ompi.{os.getpid()}" / "0")
+        processes.forget_session({"TMPDIR": str(tmp_path)})
+
+    subprocess.run(["true"], preexec_fn=before, check=True, timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["ompi.1"]
