@@ -82,3 +82,12 @@ def test_built_in_profiles_are_sound(path: Path, tmp_path: Path) -> None:
     assert found.verified == (path.stem in ("generic", "local-test")), "what nobody has tried says so"
     made = profile.resolve(LaunchConfig(slurm=SlurmConfig(profile=path.stem)), tmp_path)
     assert dataclasses.is_dataclass(made)
+
+
+def test_masks_of_a_profile_give_each_rank_the_cores_that_it_counts_on(tmp_path: Path) -> None:
+    made = profile.resolve(LaunchConfig(slurm=SlurmConfig(profile="example-gpu-slingshot")), tmp_path).slurm
+    kind, _, masks = str(made.cpu_bind).partition(":")
+    cores = [[core for core in range(64) if int(mask, 16) >> core & 1] for mask in masks.split(",")]
+    assert kind == "mask_cpu"
+    assert cores == [list(range(first, first + 7)) for first in (49, 57, 17, 25)]
+    assert (made.gpus_per_node, made.cpus_per_rank) == (len(cores), 7)
