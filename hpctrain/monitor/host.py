@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,7 @@ def gpu_clocks() -> tuple[str, ...]:
         import pynvml  # type: ignore[import-not-found]
 
         pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
     except Exception:  # the library, the driver or the device is missing: no evidence then
         return ()
     bad = {
@@ -168,17 +170,31 @@ def gpu_clocks() -> tuple[str, ...]:
         pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
     }
     found = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
+    for index in own_gpus(count, os.environ):
+        try:
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
             reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
             clock = pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)
             most = pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM)
-            if why := [word for bit, word in bad.items() if reasons & bit]:
-                found.append(f"GPU {index} runs at {clock} of {most} MHz: {', '.join(why)}")
-    except pynvml.NVMLError:
-        return tuple(found)
+        except pynvml.NVMLError:  # it may not be read, or has no clocks of its own (vGPU); others do
+            continue
+        if why := [word for bit, word in bad.items() if reasons & bit]:
+            found.append(f"GPU {index} runs at {clock} of {most} MHz: {', '.join(why)}")
     return tuple(found)
+
+
+def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
+    """NVML's indices of this job's GPUs among ``count``: where Slurm does not hide those of other jobs, it names ours.
+
+    Where it hides them, indices begin at 0 again and what it names does not hold. A step's names come first: the job's
+    are those of the node that the script runs on.
+    """
+    named = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", named):
+        return list(range(count))
+    spans = [word.partition("-") for word in named.split(",")]
+    ours = {index for first, _, last in spans for index in range(int(first), int(last or first) + 1)}
+    return [index for index in range(count) if index in ours or len(ours) >= count]
 
 
 def rivals(

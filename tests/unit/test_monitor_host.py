@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,6 +58,59 @@ def test_a_real_reading_has_the_counters_of_linux() -> None:
     assert taken.host["cpu_s"] > 0
     assert {"waiting_s", "involuntary", "major_faults"} <= taken.processes[os.getpid()].keys()
     assert host.read([2**22 + 1], 0.0).processes == {2**22 + 1: {}}
+
+
+class Unreadable(Exception):
+    """NVML's error."""
+
+
+def four_gpus(forbidden: int) -> ModuleType:
+    """An NVML of four GPUs, all slowed down by heat, of which one may not be read."""
+
+    def device(index: int) -> int:
+        if index == forbidden:
+            raise Unreadable("Insufficient Permissions")
+        return index
+
+    nvml = ModuleType("pynvml")
+    vars(nvml).update(
+        NVMLError=Unreadable,
+        NVML_CLOCK_SM=1,
+        nvmlClocksThrottleReasonHwSlowdown=8,
+        nvmlClocksThrottleReasonSwThermalSlowdown=32,
+        nvmlClocksThrottleReasonHwThermalSlowdown=64,
+        nvmlClocksThrottleReasonHwPowerBrakeSlowdown=128,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=device,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: 32,
+        nvmlDeviceGetClockInfo=lambda device, clock: 900,
+        nvmlDeviceGetMaxClockInfo=lambda device, clock: 1980,
+    )
+    return nvml
+
+
+def test_a_gpu_that_may_not_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", four_gpus(forbidden=1))
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
+    assert host.gpu_clocks() == tuple(f"GPU {index} runs at 900 of 1980 MHz: heat" for index in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("environment", "looked_at"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_GPUS": "1,3"}, [1, 3]),
+        ({"SLURM_STEP_GPUS": "0,2-3"}, [0, 2, 3]),
+        ({"SLURM_JOB_GPUS": "2"}, [2]),
+        ({"SLURM_STEP_GPUS": "1", "SLURM_JOB_GPUS": "2"}, [1]),
+        ({"SLURM_STEP_GPUS": "4,5,6,7"}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_GPUS": "GPU-1f2e"}, [0, 1, 2, 3]),
+    ],
+    ids=["no Slurm", "indices", "a span", "of the job", "of the step first", "hidden by cgroups", "no indices"],
+)
+def test_gpus_of_other_jobs_are_not_looked_at(environment: dict[str, str], looked_at: list[int]) -> None:
+    assert host.own_gpus(4, environment) == looked_at
 
 
 def test_a_process_that_ends_while_it_is_read_costs_its_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:
