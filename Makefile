@@ -16,10 +16,11 @@ demo: setup
 	@echo "Results: runs/digits-torch (events.jsonl, checkpoints/, logs/). A page of plots: $(BIN)/hpctrain report runs/digits-torch"
 
 test: setup-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest --ignore tests/unit
 
 check: lint
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -76,7 +76,7 @@ def task(
     return TorchTask(
         model=model,
         loss=loss,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=lr),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
         train={name: array[:-held_out] for name, array in data.items()},
         validation={name: array[-held_out:] for name, array in data.items()},
     )
