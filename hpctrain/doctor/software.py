@@ -96,18 +96,23 @@ def horovod() -> Iterator[Finding]:
     version = importlib.metadata.version("horovod")
     against = ", ".join(f"{name} {number}" for name, number in built.items())
     yield Finding("Horovod", f"{version}, built for {against or 'nothing known'}")
-    for framework, package in (("torch", "torch"), ("tensorflow", "tensorflow")):
-        if not is_installed(package):
-            continue
-        if framework not in built:
-            yield note(f"Horovod {framework}", "not built for it", f"{INSTALL_HOROVOD} --force")
-            continue
-        yield horovod_for(framework, built[framework], probe.probe(probe.HOROVOD.format(framework=framework)))
+    for_gpus = False
+    for framework in filter(is_installed, ("torch", "tensorflow")):
+        topic = f"Horovod {framework}"
+        if framework in built:
+            seen = probe.probe(probe.HOROVOD.format(framework=framework))
+            for_gpus = for_gpus or seen.facts.get("for_gpus", False)
+            yield horovod_for(framework, built[framework], seen)
+        elif framework == "tensorflow" and for_gpus:
+            yield Finding(topic, "left out of builds for GPUs: gradients of Keras models go through mpi4py")
+        else:
+            yield note(topic, "not built for it", f"{INSTALL_HOROVOD} --force")
 
 
 def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
     """Whether Horovod works with a framework as it is installed now."""
-    topic, gpu = f"Horovod {framework}", " --gpu" if seen.facts.get("nccl") else ""
+    topic, trains_on_gpu = f"Horovod {framework}", seen.facts.get("trains_on_gpu", False)
+    gpu = " --gpu" if trains_on_gpu or seen.facts.get("nccl") else ""
     rebuild = f"{INSTALL_HOROVOD}{gpu} --force"
     installed = _version(framework)
     fits = installed in (built, built.partition("+")[0])  # torch says 2.13.0+cu130, the name of PyPI's wheel 2.13.0
@@ -120,6 +125,8 @@ def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
         return problem(topic, f"its MPI is not mpi4py's: {' and '.join(libraries)}", fix)
     if not seen.facts["mpi"]:
         return problem(topic, "built without MPI", rebuild)
+    if trains_on_gpu and not seen.facts["for_gpus"]:
+        return problem(topic, "built for CPUs, but models train on a GPU here", f"{rebuild}, or set reduce.kind: mpi")
     nccl = seen.facts["nccl"]
     value = f"loads, same MPI library as mpi4py{f', NCCL {nccl}' if nccl else ', no NCCL (CPUs only)'}"
     if not fits:

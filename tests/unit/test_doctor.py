@@ -59,6 +59,35 @@ def test_a_build_for_gpus_is_renewed_as_one(nccl, fix):
     assert found.fix.endswith(fix)
 
 
+@pytest.mark.parametrize(("for_gpus", "status"), [(False, Status.PROBLEM), (True, Status.OK)])
+def test_horovod_for_cpus_is_a_problem_where_torch_trains_on_a_gpu(monkeypatch, for_gpus, status):
+    monkeypatch.setattr(software, "_version", lambda framework: "2.0")
+    facts = {"mpi": True, "nccl": 0, "for_gpus": for_gpus, "trains_on_gpu": True, "maps": ONE_MAP}
+    found = software.horovod_for("torch", "2.0", Probe(facts))
+    assert found.status is status
+    if status is Status.PROBLEM:
+        assert found.fix == "run: hpctrain install-horovod --gpu --force, or set reduce.kind: mpi"
+
+
+@pytest.mark.parametrize("for_gpus", [False, True])
+def test_no_fix_for_tensorflow_puts_a_build_for_cpus_in_the_place_of_one_for_gpus(monkeypatch, for_gpus):
+    facts = {"mpi": True, "nccl": 0, "for_gpus": for_gpus, "maps": ONE_MAP}
+    monkeypatch.setattr(software, "is_installed", lambda package: True)
+    monkeypatch.setattr(software, "built_for", lambda: {"torch": "2.0"})
+    monkeypatch.setattr(software.importlib.metadata, "version", lambda package: "2.0")
+    monkeypatch.setattr(probe, "probe", lambda code: Probe(facts))
+    found = {finding.topic: finding for finding in software.horovod()}["Horovod tensorflow"]
+    assert (found.status, found.fix != "") == ((Status.OK, False) if for_gpus else (Status.NOTE, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_horovod_tells_what_it_was_built_for(framework):
+    facts = probe.probe(probe.HOROVOD.format(framework=framework)).facts
+    assert isinstance(facts["for_gpus"], bool)
+    assert facts["trains_on_gpu"] in (False, framework == "torch")
+
+
 def test_a_probe_that_dies_is_no_end_of_the_doctor():
     assert probe.probe("facts['x'] = 1").facts == {"x": 1}
     assert probe.probe("raise ImportError('libfoo.so not found')").error == "ImportError: libfoo.so not found"

@@ -72,6 +72,55 @@ def test_too_little_disk(programs: Path, tmp_path: Path) -> None:
     assert_refused(set_up(programs, tmp_path / "venv"), "only 500 MB are free")
 
 
+def horovod_builds(programs: Path, venv: Path, gpus: str, torch_has_cuda: bool, code: int = 0) -> tuple[str, list[str]]:
+    """What set-up says, and how it calls install-horovod, in an environment where all else is installed.
+
+    Args:
+        gpus: what nvidia-smi -L does, in shell.
+        code: how install-horovod --gpu ends.
+    """
+    (venv / "bin").mkdir(parents=True)
+    calls = venv / "calls"
+    replace(programs / "nvidia-smi", gpus)
+    replace(venv / "bin" / "python", f'case "$*" in *torch.version.cuda*) exit {int(not torch_has_cuda)};; esac')
+    replace(venv / "bin" / "hpctrain", f'echo "$*" >>{calls}; case "$*" in *--gpu) exit {code};; esac')
+    done = set_up(programs, venv)
+    assert done.returncode == (0 if code in (0, 64, 70) else code), done.stderr
+    assert (venv / ".set-up").exists() == (done.returncode == 0)
+    return done.stdout, calls.read_text().splitlines()
+
+
+ONE_GPU = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1f2e)'"
+FOR_CPUS, FOR_GPUS = "install-horovod", "install-horovod --gpu"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch_has_cuda", "build"),
+    [
+        (ONE_GPU, True, FOR_GPUS),
+        (ONE_GPU, False, FOR_CPUS),
+        ("echo 'No devices found.'; exit 6", True, FOR_CPUS),
+        ("exit 9", True, FOR_CPUS),
+    ],
+    ids=["a GPU", "PyTorch for CPUs", "no GPU", "a broken driver"],
+)
+def test_horovod_is_built_for_where_pytorch_trains(
+    programs: Path, tmp_path: Path, gpus: str, torch_has_cuda: bool, build: str
+) -> None:
+    assert horovod_builds(programs, tmp_path / "venv", gpus, torch_has_cuda)[1] == [build]
+
+
+@pytest.mark.parametrize("code", [64, 70])
+def test_where_horovod_cannot_be_built_for_gpus_it_is_built_for_cpus(programs: Path, tmp_path: Path, code: int) -> None:
+    said, builds = horovod_builds(programs, tmp_path / "venv", ONE_GPU, True, code)
+    assert builds == [FOR_GPUS, FOR_CPUS]
+    assert "models on a GPU reduce over MPI" in said
+
+
+def test_an_interrupted_build_ends_the_set_up(programs: Path, tmp_path: Path) -> None:
+    assert horovod_builds(programs, tmp_path / "venv", ONE_GPU, True, code=130)[1] == [FOR_GPUS]
+
+
 @pytest.mark.slow
 def test_no_network(programs: Path, tmp_path: Path) -> None:
     nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
