@@ -22,7 +22,8 @@ def run(ranks: int, *scenarios: str, **environment: str) -> Any:
     tf = pytest.importorskip("tensorflow")
     if not tf.test.is_built_with_cuda():
         pytest.skip("this TensorFlow is built for CPUs")
-    result = mpirun(ranks, PROGRAM, *scenarios, env={"PYTHONPATH": str(ROOT), **environment}, timeout=240)
+    environment |= {"PYTHONPATH": str(ROOT), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    result = mpirun(ranks, PROGRAM, *scenarios, env=environment, timeout=240)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
@@ -35,8 +36,9 @@ def test_a_gpu_trains_as_the_cpu_does() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
-    found = run(2, "mpi")["mpi"]
+@pytest.mark.parametrize("scenario", ["auto", "mpi"])
+def test_ranks_that_share_a_gpu_reduce_over_mpi(scenario: str) -> None:
+    found = run(2, scenario, CUDA_VISIBLE_DEVICES="0")[scenario]
     wanted = run(1, "auto", CUDA_VISIBLE_DEVICES="")["auto"]
     assert len(set(found["hashes"])) == 1
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-3)

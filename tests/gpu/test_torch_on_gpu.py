@@ -33,9 +33,17 @@ def test_a_gpu_trains_as_the_cpu_does() -> None:
 
 
 @pytest.mark.world_size(2)
+def test_auto_leaves_horovod_out_where_ranks_share_a_gpu() -> None:
+    found = run("torch_training.py", 2, "auto", CUDA_VISIBLE_DEVICES="0")["auto"]
+    assert found["reducer"].startswith("mpi-"), "NCCL refuses them, and a Horovod built for CPUs must not see the GPU"
+    assert len(set(found["hashes"])) == 1
+    np.testing.assert_allclose(found["losses"], run("torch_plain_loop.py", 1, "mean"), rtol=1e-3)
+
+
+@pytest.mark.world_size(2)
 def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
     ways = ("mpi-node", "mpi-flat", "mpi-overlap", "fp16-wire", "overflowing")
-    found = run("torch_training.py", 2, *ways)
+    found = run("torch_training.py", 2, *ways, CUDA_VISIBLE_DEVICES="0")
     wanted = run("torch_plain_loop.py", 1, "mean")
     for way in ways[:3]:
         np.testing.assert_allclose(found[way]["losses"], wanted, rtol=1e-3)
