@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import MissingExtra, UserError
 
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
+QUICK_START = {"OMPI_MCA_btl": "^ofi"}
+"""Open MPI's one-sided transport over libfabric: no use on one machine, and it sleeps for a second to find that out."""
+LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+"""Variables by which a launcher tells a process its rank."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ def connect(expected: int | None = None) -> World:
     if expected is None and os.environ.get(EXPECTED_RANKS):
         expected = int(os.environ[EXPECTED_RANKS])
     try:
-        from mpi4py import MPI
+        with _quick_start():
+            from mpi4py import MPI
     except ImportError as error:
         if expected is not None and expected > 1:
             raise MissingExtra("mpi4py", "mpi") from error
@@ -96,6 +103,18 @@ def connect(expected: int | None = None) -> World:
             "start them with the mpirun (or srun --mpi type) of the MPI that mpi4py uses; hpctrain doctor names it",
         )
     return world
+
+
+@contextlib.contextmanager
+def _quick_start() -> Iterator[None]:
+    """Sets what MPI reads when it starts, for a process that no launcher has started."""
+    added = {} if any(name in os.environ for name in (*LAUNCHED, *QUICK_START)) else QUICK_START
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def from_communicator(communicator) -> World:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from hpctrain.comm.world import QUICK_START
 from hpctrain.errors import MissingExtra, UserError
 
 PROBE_S = 120.0
@@ -141,12 +142,16 @@ class MpiRun:
         return [self.path, *build(self.flavour, ranks, sorted(env), cores, local)]
 
 
-def launcher_environment(flavour: Flavour, oversubscribed: bool, given: Mapping[str, str]) -> dict[str, str]:
+def launcher_environment(
+    flavour: Flavour, oversubscribed: bool, given: Mapping[str, str], local: bool = True
+) -> dict[str, str]:
     """Variables that mpirun and the ranks' MPI read; those the user has set stay."""
     wanted = {}
     if flavour is not Flavour.HYDRA:
         names = ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT")
         wanted = {name + suffix: "1" for name in names for suffix in ("", "_CONFIRM")} if os.geteuid() == 0 else {}
+        if local:
+            wanted |= QUICK_START
         if oversubscribed:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in wanted.items() if name not in given}

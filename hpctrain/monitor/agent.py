@@ -118,12 +118,12 @@ class ChiefAgent:
                 still = self.connections or self.chief.open_hang is not None
                 if not still or now - over_since > LINGER_S:
                     break
-        self.turn()
+        self.turn(0)  # the first rank waits for the end of this process
         self.chief.close()
 
-    def turn(self) -> None:
+    def turn(self, patience_s: float = POLL_S) -> None:
         """Hears those who have something to say, and now and then looks at its own node. Thousands may talk."""
-        for source in self.ears.select(POLL_S):
+        for source in self.ears.select(patience_s):
             if isinstance(source, Connection):
                 self.hear(source)
             else:

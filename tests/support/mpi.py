@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.comm.world import QUICK_START
 from hpctrain.launch.processes import forget_session
 
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
@@ -46,7 +47,7 @@ def is_open_mpi(mpirun: str) -> bool:
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment for ranks: one thread each, quiet, nothing inherited from a launcher around the tests."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FRESH)}
-    env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT
+    env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT | QUICK_START
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     return env | dict(extra or {})
 

@@ -109,6 +109,9 @@ def test_what_the_user_has_set_stays():
     given = {"OMPI_MCA_mpi_yield_when_idle": "0"}
     assert "OMPI_MCA_mpi_yield_when_idle" not in launcher_environment(Flavour.OPEN_MPI_5, True, given)
     assert launcher_environment(Flavour.HYDRA, True, {}) == {}
+    assert launcher_environment(Flavour.OPEN_MPI_5, False, {})["OMPI_MCA_btl"] == "^ofi"
+    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, False, {"OMPI_MCA_btl": "tcp,self"})
+    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, False, {}, local=False)
 
 
 @pytest.mark.parametrize(

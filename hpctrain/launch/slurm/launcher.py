@@ -76,7 +76,7 @@ class Mpirun:
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
-        return launcher_environment(self.program.flavour, False, given)
+        return launcher_environment(self.program.flavour, False, given, local=False)
 
     def describe(self) -> str:
         """See Launcher."""
