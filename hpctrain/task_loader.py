@@ -24,16 +24,24 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
 
     Raises:
         UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
-            something else than a task comes back. Errors of the task itself pass through.
+            something else than a task comes back, or one of a framework that could not be seeded. Errors of the task
+            itself pass through.
     """
     function = _function(reference)
     call = _bind(function, reference, arguments, world)
     seed_task(seed, precision, world.local_rank)
+    seeded = set(sys.modules)
     task = call()
     if not isinstance(task, (TorchTask, KerasTask)):
         raise UserError(
             f"task {reference} returned {type(task).__name__}",
             "return hpctrain.TorchTask(...) or hpctrain.KerasTask(...)",
+        )
+    framework = "torch" if isinstance(task, TorchTask) else "keras"
+    if framework not in seeded:
+        raise UserError(
+            f"task {reference} imports {framework} inside the function, too late to be seeded",
+            f"import {framework} at the top of the file",
         )
     return task
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,3 +21,26 @@ def test_a_task_with_a_syntax_error(reference: str, tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="fails to import: SyntaxError"):
         load_task(reference, {}, alone(), seed=0)
     sys.modules.pop("broken_task", None)
+
+
+LATE = """
+def task():
+    import torch
+    from hpctrain import TorchTask
+
+    model = torch.nn.Linear(1, 1)
+    return TorchTask(model, None, torch.optim.SGD(model.parameters()), train=None)
+"""
+LOAD = """
+from hpctrain.comm.world import alone
+from hpctrain.task_loader import load_task
+load_task("late.py:task", {}, alone(), 1)
+"""
+
+
+def test_a_framework_that_comes_too_late_to_be_seeded(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    loaded = subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "imports torch inside the function, too late to be seeded" in loaded.stderr
+    (tmp_path / "late.py").write_text("import torch\n" + LATE)
+    subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, check=True, timeout=60)
