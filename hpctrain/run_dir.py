@@ -178,15 +178,18 @@ class RunDir:
         return max((int(match[1]) for match in map(STEP.fullmatch, names) if match), default=None)
 
     def request_stop(self, by: str) -> None:
-        """Asks the run to save a checkpoint and stop; ``by`` says who asks. An earlier request stays as it is."""
-        with contextlib.suppress(FileExistsError), open(self.stop_file, "x") as file:
+        """Asks the run to save and stop; ``by`` says who asks. The first request stays, but for a signal's."""
+        replaces = is_signal(self.stop_requested_by() or "") and not is_signal(by)
+        with contextlib.suppress(FileExistsError), open(self.stop_file, "w" if replaces else "x") as file:
             file.write(by + "\n")
 
     def stop_requested_by(self) -> str | None:
         """Who asked the run to stop, none if nobody did. An empty STOP file was made by a person."""
         try:
             return self.stop_file.read_text(errors="replace").strip() or "STOP file"
-        except FileNotFoundError:
+        except PermissionError:  # somebody's who shares nothing that he makes
+            return "STOP file"
+        except OSError:  # there is none, or a file server does not tell now
             return None
 
     # events
@@ -241,6 +244,11 @@ class RunDir:
 
 
 STEP = re.compile(r"step-(\d+)")
+
+
+def is_signal(by: str) -> bool:
+    """Whether a stop was asked for by a signal, rather than by a person's STOP file."""
+    return by.startswith("signal ")
 
 
 def current_attempt() -> int:

@@ -28,6 +28,8 @@ TICK_S = 0.05
 """Seconds between two looks at everything."""
 WORDS_EVERY_S = 1.0
 """Seconds between two readings of the ranks' words: they may lie on a shared file system."""
+LOOKING = 0.05
+"""Largest share of the time that goes into reading them."""
 FAILURE_GRACE_S = 10.0
 """Seconds that a launcher has to take the others down after one rank has failed or died."""
 END_GRACE_S = 60.0
@@ -152,10 +154,11 @@ class Attempt:
             self.passing.pump()
         self.take_signals(now)
         if now >= self.next_look:
-            self.next_look = now + WORDS_EVERY_S
             self.take_stop_file(now)
             self.look_at_ranks(now)
             self.show_launcher_text()
+            spent = time.monotonic() - now  # thousands of small files on a shared file system take their time
+            self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
             grace = f"{self.limits.stop_grace_s:.0f} s"
             self.end(now, f"the ranks did not stop within {grace} of the request", "raise launch.stop_grace_s", "stop")

@@ -38,12 +38,15 @@ class Holder:
     """How often Slurm had restarted that job."""
     since: float
     """Unix seconds."""
+    cluster: str | None = None
+    """Slurm's cluster of the job: another one's knows other jobs by the same numbers."""
 
 
 def myself() -> Holder:
     """This process."""
     job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    return Holder(socket.gethostname(), os.getpid(), birth(os.getpid()), machine(), job, restarts, time.time())
+    process = (socket.gethostname(), os.getpid(), birth(os.getpid()), machine())
+    return Holder(*process, job, restarts, time.time(), os.environ.get("SLURM_CLUSTER_NAME"))
 
 
 @dataclass
@@ -121,7 +124,8 @@ def is_live(other: Holder, silence: float, me: Holder) -> bool:
     """Whether the holder may still be at work, seen by ``me``, ``silence`` seconds after its last sign of life."""
     if other.machine == me.machine:
         return is_alive(other.pid, other.birth)
-    if other.job is not None and other.job == me.job and other.restarts < me.restarts:
+    same_job = other.job is not None and (other.job, other.cluster) == (me.job, me.cluster)
+    if same_job and other.restarts < me.restarts:
         return False  # Slurm restarts a job only when its former processes are gone
     return silence < STALE_S
 

@@ -85,7 +85,7 @@ class Node:
             pid = int(head[PID])
             if head[STATE] != JOINING and pid not in self.lives:
                 self.lives[pid] = -1
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3; Pythons built for it: conda's
                     self.lives[pid] = os.pidfd_open(pid)
                     fresh.append(self.lives[pid])
         return fresh

@@ -7,11 +7,13 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import ExitCode, NoRequeue
+from hpctrain.launch import attempt as attempts
 from hpctrain.launch.attempt import Attempt, Launch, Limits
 from hpctrain.launch.last_words import WordFile, first_word
 from hpctrain.launch.live_lock import LiveLock, myself
@@ -87,3 +89,16 @@ def test_what_prevents_the_start_is_said_though_the_folder_cannot_be_written(tmp
 
     run = RunDir(tmp_path / "run")
     assert supervise(run, make_launch, Limits(), {}).reason == "scratch of n2 cannot be written"
+
+
+def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def slow(*_: object) -> list[object]:
+        looks.append(time.monotonic())
+        time.sleep(0.2)  # a thousand files on Lustre take longer
+        return []
+
+    monkeypatch.setattr(attempts, "collect", slow)
+    supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "3"], {}, 1), Limits(), {})
+    assert len(looks) == 2, "one when it begins, one when it is over"

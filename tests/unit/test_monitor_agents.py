@@ -19,11 +19,12 @@ import pytest
 from hpctrain.comm.world import alone
 from hpctrain.config import MonitorConfig
 from hpctrain.monitor import session, shared
-from hpctrain.monitor.agent import AgentPlan, ChiefAgent
+from hpctrain.monitor.agent import AgentPlan, ChiefAgent, Ears
 from hpctrain.monitor.chief import Command
 from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.node import Node as NodeView
 from hpctrain.monitor.node import NodePlan
-from hpctrain.monitor.shared import FINISHED, STATE, Layout, Slot
+from hpctrain.monitor.shared import FINISHED, STATE, Layout, Reader, Slot
 from hpctrain.monitor.wire import Connection, Message, connect
 from hpctrain.run_dir import RunDir
 from hpctrain.train.clock import Phase
@@ -163,3 +164,16 @@ def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
     assert nodes[1].agent.poll() is None
     nodes[1].end()
     assert nodes[1].agent.wait(15) == 0
+
+
+def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    layout = Layout(1, 1024)
+    handle, path = shared.create(layout)
+    os.unlink(path)
+    slot = Slot(shared.map_memory(handle, layout), layout, 0)
+    slot.join()
+    RingClock(slot)
+    node = NodeView(NodePlan(0, (0,), 32, 5.0), Reader.of(handle, layout))
+    assert Ears(node).select(0) == []
+    assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +63,9 @@ def test_concurrent_attempts_get_different_numbers(run_dir):
 
 def test_a_new_attempt_forgets_an_old_stop_request(run_dir):
     run_dir.request_stop("signal USR1")
+    run_dir.request_stop("someone")
     run_dir.request_stop("someone later")
-    assert run_dir.stop_requested_by() == "signal USR1"
+    assert run_dir.stop_requested_by() == "someone", "a person's wish, and the first one's"
     run_dir.begin_attempt()
     assert run_dir.stop_requested_by() is None
 
@@ -125,6 +129,15 @@ def test_a_lock_left_by_a_dead_update_is_removed(run_dir, monkeypatch):
     monkeypatch.setattr("hpctrain.run_dir.MUTEX_STALE_S", 0.05)
     (run_dir.path / "run.json.lock").write_text("")
     assert run_dir.update(a=1) == {"a": 1}
+
+
+@pytest.mark.parametrize(("error", "expected"), [(errno.EACCES, "STOP file"), (errno.ESTALE, None), (errno.EIO, None)])
+def test_a_stop_file_that_cannot_be_read_ends_no_supervisor(run_dir, monkeypatch, error, expected):
+    def refused(*_: object, **__: object) -> str:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert run_dir.stop_requested_by() == expected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"fence": "x"}', '{"attempts": 1}', '{"attempts": [{"ended": 1}]}'])

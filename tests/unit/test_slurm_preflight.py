@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpctrain.launch.slurm import probe
 from hpctrain.launch.slurm.preflight import Expected, hosts_of_tasks, judge, reports
 from hpctrain.launch.slurm.probe import MARK
 
@@ -20,7 +23,7 @@ Reports = list[dict[str, Any]]
 def healthy() -> Reports:
     """Two nodes, two ranks each, two GPUs each."""
     first = [
-        {"stage": "host", "host": f"n{node}", "pid": rank, "time": 0.0, "cpus": [0, 1, 2, 3], "devices": ["a", "b"],
+        {"stage": "host", "host": f"n{node}", "pid": rank, "time": 0.0, "cpus": "f", "devices": ["a", "b"],
          "run_dir_error": None, "scratch_error": None, "scratch": "/tmp"}
         for rank, node in enumerate((1, 1, 2, 2))
     ]  # fmt: skip
@@ -42,6 +45,21 @@ def change(**fields: Any) -> Callable[[Reports], Reports]:
         return found
 
     return apply
+
+
+def test_slurms_names_of_nodes_may_be_others_than_their_hosts() -> None:
+    found = [{**report, "node": {"n1": "gpu-1", "n2": "gpu-2"}[report["host"]]} for report in healthy()]
+    assert judge(found, EXPECTED, ["gpu-1", "gpu-2"]) == []
+
+
+def test_srun_keeps_a_report_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1024)))
+    monkeypatch.setattr(probe, "devices", lambda: [f"GPU-{number:036}" for number in range(8)])
+    monkeypatch.setattr(probe, "say", said.append)
+    monkeypatch.setattr("sys.argv", ["probe", "--run-dir", str(tmp_path)])
+    probe.main()
+    assert len(MARK + json.dumps(said[0])) < 1024, "slurmstepd cuts longer lines, and those of nodes mix"
 
 
 def test_a_healthy_job_has_no_problems() -> None:
@@ -117,7 +135,7 @@ def test_clocks_and_shared_cores_are_told_but_not_fatal() -> None:
     found = change(after=190.0)(healthy())
     for report in found:
         if report["stage"] == "host" and report["host"] == "n1":
-            report["cpus"] = [0]
+            report["cpus"] = "1"
     problems = judge(found, EXPECTED, HOSTS)
     assert [problem.fatal for problem in problems] == [False, False]
     assert {problem.host for problem in problems} == {"n1", "n2"}

@@ -89,7 +89,13 @@ def test_example_run_files_are_sound(path: Path) -> None:
 def test_a_portable_script_takes_its_run_file(tmp_path: Path) -> None:
     called = execute((EXAMPLES / "cpu.sbatch").read_text(), tmp_path, "my run.yaml")
     assert called["hpctrain"]["words"] == ["supervise", "my run.yaml"]
-    assert called["hpctrain"]["env"]["SRUN_CPUS_PER_TASK"] == "5"
+    assert "SRUN_CPUS_PER_TASK" not in called["hpctrain"]["env"], "mpirun's own srun would read it"
+
+
+def test_what_fails_inside_of_a_sourced_file_does_not_end_the_job(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.sh"
+    profile.write_text("grep -q nothing /dev/null\nexport FOUND=1\n")
+    assert execute(script(setup=(f"source {profile}",)), tmp_path)["hpctrain"]["env"]["FOUND"] == "1"
 
 
 def test_environment_values_arrive_unchanged(tmp_path: Path) -> None:

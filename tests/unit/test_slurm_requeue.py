@@ -17,7 +17,8 @@ import pytest
 from hpctrain.config import Config, LaunchConfig, MonitorConfig, SlurmConfig
 from hpctrain.errors import ExitCode, NoRequeue, RunFailed, UserError
 from hpctrain.launch.last_words import Ending, ErrorWord, LastWord, merge
-from hpctrain.launch.slurm import client, in_job, requeue
+from hpctrain.launch.live_lock import LiveLock, myself
+from hpctrain.launch.slurm import client, in_job, requeue, submitting
 from hpctrain.launch.slurm.in_job import skip_steps, unclean
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Plan, Submitted, record, submissions, submit
@@ -27,6 +28,7 @@ from hpctrain.launch.slurm.supervise import (
     amend,
     await_end,
     by_person,
+    forget_dead_holder,
     in_view_of,
     limits,
     make_launch,
@@ -201,6 +203,21 @@ def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_th
     assert "scancel 4711" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("cluster", "removed"), [("here", True), ("elsewhere", False)])
+def test_only_the_lock_of_a_job_of_this_cluster_is_known_to_be_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, removed: bool
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = RunDir(tmp_path)
+    LiveLock(run, myself()).acquire()
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(client, "queue", lambda ids: [])  # Slurm does not know job 7 any more
+    forget_dead_holder(run)
+    assert run.lock_file.exists() is not removed
+
+
 def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sbatch(script: Path, options: Sequence[str]) -> str:
         if len(submissions(run)) == 2:
@@ -277,11 +294,12 @@ def test_a_cancelled_job_is_never_requeued(
 
 def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text('#!/bin/bash\necho "8 $SLURM_RESTART_COUNT $SLURM_CONF"\n')
+    sbatch.write_text(f'#!/bin/bash\necho "$SLURM_RESTART_COUNT $SLURM_CONF" > {tmp_path}/told; echo 8\n')
     sbatch.chmod(0o755)
     for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "3", "SLURM_CONF": "c"}.items():
         monkeypatch.setenv(name, value)
-    assert client.submit(Path("job.sbatch")).split() == ["8", "c"]
+    assert client.submit(Path("job.sbatch")) == "8"
+    assert (tmp_path / "told").read_text().split() == ["c"]
 
 
 def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Verdict | None]], RunDir]) -> None:
@@ -376,3 +394,121 @@ def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None
     ]
     assert unclean(past, "7") == 2
     assert unclean([], "7") == 0
+
+
+def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Slurm's programs are these lines of bash."""
+    for name, lines in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+BUSY = "case $* in *show*) echo 'JobState=RUNNING Restarts=1';; "
+
+
+def test_a_controller_under_load_is_asked_again(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
+    slurm_says(tmp_path, monkeypatch, scontrol=BUSY + once)
+    monkeypatch.setattr(requeue, "PAUSES_S", (0.0,))
+    assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB)
+
+
+def test_what_an_unanswered_question_did_is_not_asked_for_again(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def silent(job: str) -> None:
+        asked.append(job)
+        raise client.Unanswered("scontrol did not answer within 60 s", "")
+
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING", "Restarts": str(1 + len(asked))})
+    monkeypatch.setattr(client, "requeue", silent)
+    monkeypatch.setattr(requeue, "PAUSES_S", (0.0,))
+    assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB) and len(asked) == 1
+
+
+@pytest.mark.parametrize("refusal", ["Invalid node name specified", "Requested node configuration is not available"])
+def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: str,
+) -> None:
+    run = run_after([AGAIN])
+    (run.path / "job.sbatch").touch()
+    exclude(run.monitor, Exclusion("n2.cluster.local", time.time() + 99, 1, "slow"), 0.0)
+    slurm_says(
+        tmp_path,
+        monkeypatch,
+        scontrol=BUSY + f"*) touch {tmp_path}/requeued;; esac",
+        sbatch=f"echo $* > {tmp_path}/options; echo {refusal} >&2; exit 1",
+    )
+    config = dataclasses.replace(with_cap(9), monitor=MonitorConfig(action="exclude_on_requeue"))
+    assert requeue.requeue(config, run, JOB) and (tmp_path / "requeued").exists()
+    assert "--exclude=n2 " in (tmp_path / "options").read_text()
+
+
+@pytest.mark.parametrize("who", [Who.NOBODY, Who.LIMIT, Who.REQUEUE])
+def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Path, who: Who) -> None:
+    run = RunDir(tmp_path)
+    run.request_stop("signal SIGUSR1")
+    run.request_stop("ann@login")
+    run.request_stop("signal SIGTERM")
+    verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
+    assert in_view_of(who, verdict, run.stop_requested_by()).action is Action.STOP
+
+
+@pytest.mark.parametrize("said", ["8", "8;cluster", "----\n Welcome to Stampede3\n--> Verifying...OK\n8"])
+def test_a_job_is_known_by_its_number_whatever_the_site_says_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    (tmp_path / "said").write_text(said)
+    slurm_says(tmp_path, monkeypatch, sbatch=f"cat {tmp_path}/said")
+    assert client.submit(Path("job.sbatch")) == "8"
+
+
+def test_lines_that_are_no_jobs_and_times_as_a_person_likes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "7|7|N/A|RUNNING|1:00|1:00|2:00|n1|2026-01-01T00:00:00|None"
+    slurm_says(tmp_path, monkeypatch, squeue=f"echo 'as of a minute ago'; echo '{line}'",
+               scontrol="echo StartTime=$SLURM_TIME_FORMAT WorkDir=$'/home/j\\xf6rg'")  # fmt: skip
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    assert [entry.id for entry in client.queue(["7"])] == ["7"]
+    assert client.job_fields("7")["StartTime"] == "standard"
+
+
+def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    for place, job in enumerate(("5", "6", "7")):
+        record(run, Submitted(job, 0.0, "/", place))
+    run.begin_attempt(job="5")
+    states = {"5": "COMPLETED", "6": "CANCELLED", "7": "CANCELLED"}
+    entries = {job: client.QueueEntry(job, state, "", "", "", "", "", "") for job, state in states.items()}
+    monkeypatch.setattr(client, "queue", lambda ids: [entries[job] for job in ids])
+    assert submitting._wait(run) == ExitCode.DONE
+    record(run, Submitted("8", 0.0, "/"))  # cancelled before it ran
+    entries["8"] = dataclasses.replace(entries["7"], id="8")
+    assert submitting._wait(run) == ExitCode.FAILURE
+
+
+def test_an_element_that_the_queue_has_forgotten_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = RunDir(tmp_path)
+    record(array, Submitted("7", 0.0, "/"))
+    for index in ("0", "1"):
+        element = RunDir(tmp_path / index)
+        element.create()
+        element.run_yaml.touch()
+        record(element, Submitted(f"7_{index}", 0.0, "/"))
+    entry = client.QueueEntry("7_1", "COMPLETED", "", "", "", "", "", "")
+    monkeypatch.setattr(client, "queue", lambda ids: [entry])
+    monkeypatch.setattr(
+        client, "accounted", lambda ids: [dataclasses.replace(entry, id=job, state="FAILED") for job in ids]
+    )
+    assert submitting._wait(array) == ExitCode.FAILURE

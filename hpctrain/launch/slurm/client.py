@@ -25,9 +25,15 @@ ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimi
 
 UNHEARD = re.compile(r"unable to contact slurm controller|connection refused", re.IGNORECASE)
 """How Slurm's commands say that nobody has heard them."""
+UNANSWERED = re.compile(r"timed out|zero bytes were transmitted|standby mode", re.IGNORECASE)
+"""How they say that a controller under load has not answered: it may have heard them all the same."""
 
 
-class Unheard(RunFailed):
+class Unanswered(RunFailed):
+    """Nobody knows whether it has happened: what does no harm twice may be tried again."""
+
+
+class Unheard(Unanswered):
     """The controller is down, for a restart perhaps: nothing has happened, and the same may be tried again."""
 
 
@@ -62,15 +68,18 @@ def find(program: str) -> str:
 def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
     """Runs one command and returns what it prints; raises RunFailed with Slurm's own words, or Unheard."""
     command = [find(words[0]), *words[1:]]
+    env = {**(os.environ if env is None else env), "SLURM_TIME_FORMAT": "standard"}  # times are compared (who_ends)
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise RunFailed(
+        raise Unanswered(
             f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when Slurm answers"
         ) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        failed = Unheard if UNHEARD.search(message) else RunFailed
+        failed = Unheard if UNHEARD.search(message) else Unanswered if UNANSWERED.search(message) else RunFailed
         raise failed(f"{words[0]} refused: {message}", _advice(message))
     return done.stdout
 
@@ -79,7 +88,11 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Submits a script and returns the job id."""
     # From inside a job: what describes this one (its restarts, its ranks) is not the next one's.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    return run(["sbatch", "--parsable", *options, str(script)], env=env).strip().split(";")[0]
+    said = run(["sbatch", "--parsable", *options, str(script)], env=env)
+    # Sites print welcomes and checks before it.
+    if not (numbers := re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", said, re.MULTILINE)):
+        raise RunFailed(f"sbatch names no job: {' '.join(said.split())[-300:]}", "squeue --me tells whether it waits")
+    return str(numbers[-1])
 
 
 def queue(ids: Sequence[str]) -> list[QueueEntry]:
@@ -93,7 +106,7 @@ def queue(ids: Sequence[str]) -> list[QueueEntry]:
         if "invalid job id" in error.what.lower():
             return []
         raise
-    return [parse_queue(line) for line in text.splitlines() if line.strip()]
+    return [parse_queue(line) for line in text.splitlines() if line.count(SEPARATOR) >= len(QUEUE_FIELDS) - 1]
 
 
 def parse_queue(line: str) -> QueueEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -89,7 +90,11 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
     except HpctrainError:
         if config.task and job.ranks > 1 and not offered:
             raise
-    return candidates(config.launch, job.nodes, job.ranks, offered, mpirun, flavour)
+    slurm = config.launch.slurm
+    if slurm.cpus_per_rank is None and (cores := os.environ.get("SLURM_CPUS_PER_TASK")):  # srun does not inherit it
+        slurm = dataclasses.replace(slurm, cpus_per_rank=int(cores))
+    launch = dataclasses.replace(config.launch, slurm=slurm)
+    return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour)
 
 
 def unclean(attempts: Sequence[Mapping[str, Any]], job: str) -> int:

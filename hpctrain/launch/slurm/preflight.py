@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,7 +81,7 @@ def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list
 
 
 def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Problem]:
-    spoke = {_short(report["host"]) for report in first}
+    spoke = {_short(name) for report in first for name in (report["host"], report.get("node")) if name}
     silent = [host for host in hosts if _short(host) not in spoke]
     if silent and first:
         fix = "look at the launcher's messages above; exclude the host if it is broken"
@@ -125,9 +127,9 @@ def _cores(first: Reports, expected: Expected) -> list[Problem]:
     """Ranks that share a core: a launcher that bound them all to the same one, often."""
     problems = []
     for host, ranks in _by_host(first).items():
-        cores = {core for report in ranks for core in report["cpus"]}
-        if len(cores) < len(ranks) * max(1, expected.cpus_per_rank):
-            what = f"{len(ranks)} ranks on {host} share {len(cores)} cores"
+        cores = functools.reduce(operator.or_, (int(report["cpus"], 16) for report in ranks)).bit_count()
+        if cores < len(ranks) * max(1, expected.cpus_per_rank):
+            what = f"{len(ranks)} ranks on {host} share {cores} cores"
             fix = "set launch.slurm.cpus_per_rank to what the node has, or cpu_bind: none"
             problems.append(Problem(what, fix, host, fatal=False))
     return problems

@@ -27,10 +27,11 @@ def main() -> int:
     args = parser.parse_args()
     host = {
         "host": socket.gethostname(),
+        "node": os.environ.get("SLURMD_NODENAME"),
         "pid": os.getpid(),
         "task": os.environ.get("SLURM_PROCID"),
         "time": time.time(),
-        "cpus": sorted(os.sched_getaffinity(0)),
+        "cpus": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
         "devices": devices(),
         "run_dir_error": write_error(args.run_dir),
         "scratch_error": write_error(scratch_dir(args.scratch)),
@@ -43,7 +44,7 @@ def main() -> int:
 
 
 def say(report: dict) -> None:
-    """One write of one line, so that ranks do not mix."""
+    """One write of one line, so that ranks do not mix; srun keeps lines of up to 1024 bytes together."""
     os.write(sys.stdout.fileno(), (MARK + json.dumps(report) + "\n").encode())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hpctrain.config import Config
-from hpctrain.errors import HpctrainError, NoRequeue, UserError
+from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.slurm import client
 from hpctrain.launch.slurm.job import Job
 from hpctrain.launch.slurm.submission import Submitted, note, submissions
@@ -45,23 +45,34 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     if requeues(run.attempts(), submissions(run), job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
-    avoided = [entry.host for entry in excluded(run.monitor, time.time())]
+    # Slurm's names of nodes have no domain, most often; the monitor's are the hosts' own.
+    avoided = [entry.host.partition(".")[0] for entry in excluded(run.monitor, time.time())]
     script = run.path / "job.sbatch"
     if avoided and config.monitor.action == "exclude_on_requeue" and script.exists():
         hosts = ",".join([*slurm.exclude, *avoided])
-        number = patiently(lambda: client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"]))
-        note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
-        return False
-    patiently(lambda: client.requeue(job.id))
+        try:
+            number = patiently(lambda: client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"]))
+        except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
+            say(f"the job goes on without leaving out {', '.join(avoided)}: {error.what}")
+        else:
+            note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
+            return False
+    patiently(lambda: put_back(job), client.Unanswered)
     return True
 
 
-def patiently(ask: Callable[[], T]) -> T:
+def put_back(job: Job) -> None:
+    """Has Slurm requeue the job, unless an earlier question that it has not answered did."""
+    if who_ends(client.job_fields(job.id), job.restarts) is not Who.REQUEUE:
+        client.requeue(job.id)
+
+
+def patiently(ask: Callable[[], T], again: type[client.Unanswered] = client.Unheard) -> T:
     """Asks again where Slurm's controller is down for a while: a run must not end for its restart."""
     for pause in PAUSES_S:
         try:
             return ask()
-        except client.Unheard as error:
+        except again as error:
             say(f"{error.what}; asking again in {pause:.0f} s")
             time.sleep(pause)
     return ask()

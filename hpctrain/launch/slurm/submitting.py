@@ -78,5 +78,16 @@ def _wait(folder: RunDir) -> int:
         time.sleep(pause)
         pause = min(pause * 1.5, longest)
     last = submission.submissions(folder)[-1].job
-    states = {entry.state for entry in client.queue([last]) or client.accounted([last])}
-    return ExitCode.DONE if states == {"COMPLETED"} else ExitCode.FAILURE
+    elements = [job for run in submission.elements_of(folder) if (job := last_worked(run)).startswith(f"{last}_")]
+    jobs = elements or [last_worked(folder)]
+    known = {entry.id: entry.state for entry in client.queue(jobs)}
+    known |= {entry.id: entry.state for entry in client.accounted([job for job in jobs if job not in known])}
+    return ExitCode.DONE if all(known.get(job) == "COMPLETED" for job in jobs) else ExitCode.FAILURE
+
+
+def last_worked(run: RunDir) -> str:
+    """Of the jobs that were submitted together last the one that ran last: of a chain, those after the end never do."""
+    jobs = submission.submissions(run)
+    begin = max((index for index, each in enumerate(jobs) if each.chain == 0 and each.replaces is None), default=0)
+    ours = [each.job for each in jobs[begin:]]
+    return next((a["job"] for a in reversed(run.attempts()) if a.get("job") in ours), ours[-1] if ours else "")

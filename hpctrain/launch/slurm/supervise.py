@@ -24,7 +24,7 @@ from hpctrain.launch.staged import STAGED
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import NODE, PREFLIGHT, Action, Verdict
-from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, write_atomically
+from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, is_signal, write_atomically
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""
@@ -90,7 +90,10 @@ def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
         verdict: from the ranks' last words.
         asked: who made the STOP file, none if nobody did.
     """
-    person = asked is not None and not asked.startswith("signal ")
+    person = asked is not None and not is_signal(asked)
+    if person and verdict.action is Action.REQUEUE:  # asked while the ranks stopped for another reason
+        reason = f"{verdict.reason}; {asked} had asked it to stop"
+        return dataclasses.replace(verdict, action=Action.STOP, reason=reason)
     # Before the ranks start, what fails may have been ended by Slurm.
     final = verdict.action in (Action.DONE, Action.FAIL) and verdict.cause != PREFLIGHT
     if person or final or who not in PAST_QUESTION:
@@ -196,7 +199,8 @@ def amend(run_dir: RunDir, verdict: Verdict) -> None:
 def forget_dead_holder(run_dir: RunDir) -> None:
     """Removes the lock of a job that Slurm knows to be over: no need to wait until it counts as dead."""
     holder = live_lock.read(run_dir.lock_file)
-    if holder is None or holder.job is None or holder.job == os.environ.get("SLURM_JOB_ID"):
+    here = holder is not None and holder.cluster == os.environ.get("SLURM_CLUSTER_NAME")
+    if holder is None or not here or holder.job is None or holder.job == os.environ.get("SLURM_JOB_ID"):
         return
     try:
         if not any(entry.state in ALIVE for entry in client.queue([holder.job])):
