@@ -142,6 +142,9 @@ def _check_override(word: str) -> str:
         return ""
     key = word[2:].split("=", 1)[0]
     known = leaves().keys() | {name.split(".")[0] for name in leaves()}
+    if key.startswith("task_args.") and key.count(".") > 1:
+        whole = key[: key.index(".", len("task_args."))]
+        raise UserError(f"--{key} names a part of an argument", f"give the whole one: --{whole} '{{...}}'")
     if key not in known and not key.startswith("task_args."):
         raise UserError(f"unknown option --{key}", _nearest(key, dashes="--"))
     return key

@@ -70,6 +70,8 @@ def _module(name: str) -> Any:
         raise _import_failed(name, error) from error
     finally:
         sys.path.remove("")
+        if "" not in sys.path:
+            sys.path.append("")  # behind what is installed, for imports that the task makes when it runs
 
 
 def _module_of_file(path: Path) -> Any:

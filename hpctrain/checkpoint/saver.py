@@ -141,6 +141,7 @@ class Saver:
         if self.image is None or layout != self.layout:
             self.image = None  # frees the old staging before the new is taken
             pieces, self.total_bytes = self._plan(tensors)
+            pieces.sort(key=lambda piece: piece.num_bytes)  # else libhdf5 searches the gaps between for every small one
             index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
             self.sources = [index_of[piece.tensor.name] for piece in pieces]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.buckets import slices
 from hpctrain.comm.group import Group
+from hpctrain.comm.host_sum import LARGEST_MESSAGE
 from hpctrain.comm.ring_sum import Ring
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class NodeSum:
         elif self.peers:
             from mpi4py import MPI
 
-            self.peers.Allreduce(MPI.IN_PLACE, self.parts[0][self.slice])
+            values = self.parts[0][self.slice]
+            for begin in range(0, len(values), LARGEST_MESSAGE):
+                self.peers.Allreduce(MPI.IN_PLACE, values[begin : begin + LARGEST_MESSAGE])
 
     def _sum_slice(self, write_back: bool) -> None:
         for begin in range(self.slice.start, self.slice.stop, CHUNK):

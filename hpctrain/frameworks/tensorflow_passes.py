@@ -102,9 +102,10 @@ class Passes:
     def _average_weights(self) -> contextlib.AbstractContextManager[Any]:
         pairs = zip(self.task.model.trainable_variables, self.averages, strict=False)
         values = [(variable, tf.cast(average, variable.dtype)) for variable, average in pairs]
-        return keras.StatelessScope(values) if values else contextlib.nullcontext()
+        return keras.StatelessScope(values, collect_losses=True) if values else contextlib.nullcontext()
 
     def _outputs(self, batch: Tensors, training: bool) -> Any:
+        self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
         anchor = next(iter(batch.values()))
         outputs = InMode(lambda: self.task.forward(self.task.model, batch))(anchor, training=training)
         return tf.nest.map_structure(full_precision, outputs)

@@ -35,6 +35,8 @@ from hpctrain.frameworks.torch_device import pick_device, require_same_kind
 from hpctrain.frameworks.torch_state import (
     TorchTensor,
     digest,
+    group_numbers,
+    load_groups,
     load_optimizer,
     load_random,
     load_tensors,
@@ -96,7 +98,7 @@ class TorchFramework:
             torch.set_num_threads(train.threads)
         self.model: torch.nn.Module = task.model
         self.optimizer: torch.optim.Optimizer = task.optimizer
-        require_trainable(self.model, self.optimizer, train.channels_last)
+        require_trainable(self.model, self.optimizer, train.channels_last, train.ema_decay is not None)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
         if self.optimizer.state and self.device.type != "cpu":  # Adagrad's is there from the start, on the CPU
@@ -107,6 +109,7 @@ class TorchFramework:
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
         self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.made_with = group_numbers(self.optimizer)
         self.rate_factor = 1.0
         self.call = torch.compile(self.model) if train.compile else self.model
         self.low_precision = LOW_PRECISION.get(train.precision)
@@ -216,7 +219,8 @@ class TorchFramework:
 
     def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
         """Rehearses steps on the first batch; what they change in the model is put back."""
-        held = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        held = [(dict(module._buffers), module) for module in self.model.modules()]
+        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
 
         def rehearse(reducer: Reducer) -> None:
@@ -226,8 +230,10 @@ class TorchFramework:
         reducer = measured_reducer(
             self.config.reduce, self.world, self.model, rehearse, self.chosen_reducer, self.announce
         )
-        for buffer, before in held:
-            buffer.copy_(before)
+        for buffers, module in held:
+            module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
+        for buffer, value in before:
+            buffer.copy_(value)
         load_random(self.device, random)
         self.chosen_reducer = reducer.name
         return reducer
@@ -259,6 +265,7 @@ class TorchFramework:
         return [
             *model_tensors(self.model),
             *optimizer_tensors(self.optimizer, self.names),
+            *self._group_tensors(),
             *self._average_tensors(),
             *scaler,
             *random_tensors(self.device),
@@ -268,6 +275,7 @@ class TorchFramework:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
         load_optimizer(self.optimizer, self.names, arrays)
+        load_groups(self.optimizer, arrays)
         self.rate_factor = math.nan  # the rates of the run file hold, not the saved ones
         if self.scale and "scaler/scale" in arrays:
             self.scale.state[:] = arrays["scaler/scale"]
@@ -306,6 +314,11 @@ class TorchFramework:
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
+
+    def _group_tensors(self) -> list[ArrayTensor]:
+        """What updates have changed in the parameter groups; all else is the task's."""
+        numbers = group_numbers(self.optimizer).items()
+        return [ArrayTensor(name, np.array(value)) for name, value in numbers if value != self.made_with.get(name)]
 
     def _average_tensors(self) -> list[TorchTensor]:
         return [
@@ -360,7 +373,9 @@ class _NoClock:
         """Nor do they end one."""
 
 
-def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer, channels_last: bool) -> None:
+def require_trainable(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, channels_last: bool, averages: bool
+) -> None:
     """Raises UserError where this model and optimizer cannot be trained by one backward pass and one step an update."""
     own = set()
     for name, parameter in model.named_parameters():
@@ -379,6 +394,11 @@ def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
         raise UserError(
             "the optimizer updates tensors that are not parameters of the task's model",
             "make it from model.parameters() of the model that the task returns",
+        )
+    if averages and any(parameter.dtype in LOW_PRECISION.values() for parameter in model.parameters()):
+        raise UserError(
+            "train.ema_decay is given, but the model's parameters have 16 bits, which hold no slow average",
+            "keep the parameters in float32: train.precision computes in 16 bits",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(

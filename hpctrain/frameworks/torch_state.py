@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hpctrain.errors import UserError
@@ -63,22 +62,16 @@ def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 def model_tensors(model: Module) -> list[TorchTensor]:
     """Parameters, then persistent buffers, each in the order of their modules.
 
-    Running statistics of normalisation layers are each rank's own.
+    Buffers are each rank's own: what a forward pass changes there (running statistics) follows the rank's samples.
     """
     kept = model.state_dict(keep_vars=True).keys()
-    own = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for name, _ in module.named_buffers(recurse=False)
-    }
     return [
         *(
             TorchTensor(f"model/{name}", parameter.data, is_trained=parameter.requires_grad)
             for name, parameter in model.named_parameters()
         ),
         *(
-            TorchTensor(f"model/{name}", buffer, Placement.RANK if name in own else Placement.REPLICATED)
+            TorchTensor(f"model/{name}", buffer, Placement.RANK)
             for name, buffer in model.named_buffers()
             if name in kept
         ),
@@ -115,6 +108,24 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> list[St
     return tensors
 
 
+def group_numbers(optimizer: Optimizer) -> dict[str, float]:
+    """Numbers of the parameter groups by name, but for the rates: some optimizers count or adapt there."""
+    return {
+        f"optimizer/group{NUMBER}/{index}/{key}": float(value)
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "lr" and isinstance(value, (bool, int, float))
+    }
+
+
+def load_groups(optimizer: Optimizer, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Takes over the numbers of parameter groups that are there."""
+    for name in group_numbers(optimizer).keys() & arrays.keys():
+        index, key = name.split("/")[2:]
+        group = optimizer.param_groups[int(index)]
+        group[key] = type(group[key])(arrays[name])
+
+
 def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Gives each parameter the optimizer state of its name, on its own device."""
     slots: dict[str, dict[str, NDArray[Any]]] = {}
@@ -131,6 +142,11 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], arrays: Mappi
         if found:
             state[index] = {slot.removesuffix(NUMBER): _slot(slot, value, parameter) for slot, value in found.items()}
     optimizer.load_state_dict({"state": state, "param_groups": known["param_groups"]})
+    for index, values in state.items():  # it gives them the parameter's type: an optimizer may keep another one
+        held = optimizer.state[parameters[index]]
+        for slot, value in values.items():
+            if isinstance(value, Tensor) and isinstance(held[slot], Tensor) and held[slot].dtype != value.dtype:
+                held[slot] = value.to(held[slot].device)
 
 
 def _slot(slot: str, value: NDArray[Any], parameter: Tensor) -> Tensor | float:
@@ -138,9 +154,7 @@ def _slot(slot: str, value: NDArray[Any], parameter: Tensor) -> Tensor | float:
         number = float(value)
         return int(number) if number.is_integer() else number
     held = np.require(value, requirements=["C", "W"])
-    if held.dtype == np.uint16 and parameter.dtype == torch.bfloat16:
-        return host_tensor(held, torch.bfloat16).clone()
-    copy = torch.from_numpy(held).clone()
+    copy = host_tensor(held, torch.bfloat16 if held.dtype == np.uint16 else torch.float32).clone()
     if copy.shape == parameter.shape:  # same memory format as the parameter, so that fused updates stay fast
         return torch.empty_like(parameter, dtype=copy.dtype, device="cpu").copy_(copy)
     return copy

@@ -70,6 +70,8 @@ class EventsHook(BaseHook):
 
     def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
         """See Hook."""
+        if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
+            self.start(trainer)
         self.emit(trainer, "eval", trainer.state.step, metrics=dict(metrics), epoch=trainer.state.epoch)
         return None
 

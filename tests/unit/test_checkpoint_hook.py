@@ -77,7 +77,7 @@ class Run:
         self.config = CheckpointConfig(**config)
         self.folder = folder
         self.events: list[tuple[str, int, dict[str, Any]]] = []
-        self.identity = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
+        self.identity: dict[str, Any] = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
 
     def attempt(
         self,
@@ -166,6 +166,17 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     assert run.store.steps() == [3, 9]
     with pytest.raises(UserError, match="'accuracy', which the task does not report"):
         Run(tmp_path / "other", best_metric="accuracy").attempt(losses=losses)
+
+
+def test_another_metric_begins_with_no_best_value(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval="none", best_metric="loss")
+    run.attempt(losses={1: 2.0}, steps=1)
+    run.attempt(losses={2: 3.0}, steps=2)
+    assert run.said("checkpoint_saved") == [1, 2] and best_steps(run.store) == {1}
+    other = Run(tmp_path, interval="none", best_metric="loss", best_mode="max")
+    other.identity["config"]["checkpoint"] = {"best_mode": "max"}
+    other.attempt(losses={3: 1.0}, steps=3)
+    assert best_steps(other.store) == {3}, "1.0 is less than 2.0, but that was the best of another rule"
 
 
 def test_a_failed_save_is_told_and_training_goes_on(

@@ -96,6 +96,7 @@ def test_wrong_files_name_line_key_and_cure(run_file: Path, line: str, what: str
         (["--epochs", "3"], "unknown option --epochs", "--train.epochs"),
         (["--train.epochs", "x"], "train.epochs cannot be 'x'", "integer"),
         (["--train.epochs"], "train.epochs needs a value", "integer"),
+        (["--task_args.optimizer.lr", "5"], "--task_args.optimizer.lr names a part", "--task_args.optimizer '{...}'"),
         (["--train.steps", "5"], "train.epochs and train.steps are both given", "exactly one"),
         (["--train.global_batch", "0"], "train.global_batch is 0", "1 or more"),
     ],

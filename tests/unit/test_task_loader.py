@@ -44,3 +44,11 @@ def test_a_framework_that_comes_too_late_to_be_seeded(tmp_path: Path) -> None:
     assert "imports torch inside the function, too late to be seeded" in loaded.stderr
     (tmp_path / "late.py").write_text("import torch\n" + LATE)
     subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_a_task_by_module_finds_files_beside_it_when_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("def task():\n    import beside_the_task\n")
+    (tmp_path / "beside_the_task.py").touch()
+    words = [sys.executable, "-c", LOAD.replace("late.py:task", "late:task")]
+    loaded = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "task late:task returned NoneType" in loaded.stderr

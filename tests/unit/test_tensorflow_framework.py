@@ -92,6 +92,23 @@ def test_penalties_of_layers_are_part_of_the_loss() -> None:
     assert total / weight == pytest.approx(bare + 0.5 * float((kernel**2).sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.5}], ids=["plain", "ema"])
+def test_penalties_of_activities_are_part_of_every_loss(settings: dict[str, Any]) -> None:
+    def model() -> keras.Model:
+        return keras.Sequential([keras.Input((12,)), layers.ActivityRegularization(l2=0.5), layers.Dense(3)])
+
+    framework = make_framework(alone(), model=model, **settings)
+    batch = next(global_batches(1))
+    bare = float(mean_loss(framework.task.model(batch["x"]), batch))
+    penalty = 0.5 * float((batch["x"] ** 2).sum()) / len(batch["x"])
+    for _ in range(2):
+        total, weight = framework.evaluate(batch)["loss"]
+        assert total / weight == pytest.approx(bare + penalty, rel=1e-4)
+    train(framework, 2)
+    framework.evaluate(batch)
+    framework.step([{**batch, "more": batch["x"]}], len(batch["x"]))  # traced anew
+
+
 def test_layers_inside_any_forward_know_whether_they_train() -> None:
     seen = []
 

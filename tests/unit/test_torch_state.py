@@ -287,3 +287,79 @@ def test_horovod_is_not_handed_what_it_cannot_sum(
     error = unfit(FakeHorovod(cuda, nccl), Pair("data"), torch.device(device))
     assert (error is None) == (found is None)
     assert found is None or found in str(error)
+
+
+class Mixed(torch.optim.Optimizer):
+    """Second moments in a type of their own and a count in the group: as AnyPrecisionAdamW and Prodigy have."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model.parameters(), {"lr": 0.05, "count": 0})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                slots = self.state[parameter]
+                slots.setdefault("square", torch.zeros_like(parameter, dtype=self.dtype))
+                slots.setdefault("seen", torch.zeros((), dtype=torch.int64))
+                slots["square"].add_((parameter.grad**2).to(self.dtype))
+                slots["seen"] += 1
+                parameter.sub_(group["lr"] / group["count"] * parameter.grad / (slots["square"].float().sqrt() + 1e-3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_optimizer_state_keeps_its_own_types_and_counts(dtype: torch.dtype) -> None:
+    first, second = (make_framework(alone(), optimizer=lambda model: Mixed(model, dtype)) for _ in range(2))
+    train(first, 3)
+    arrays = saved(first)
+    second.load(arrays)
+    again = saved(second)
+    assert again.keys() == arrays.keys()
+    for name in (name for name in arrays if name.startswith("optimizer/")):
+        assert again[name].dtype == arrays[name].dtype and np.array_equal(again[name], arrays[name]), name
+    resumed = train(second, 3)
+    first.load(arrays)
+    assert train(first, 3) == resumed
+
+
+class Centred(nn.Module):
+    """Replaces its buffer in each forward pass."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = plain_model()
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.inner(x - self.mean)
+
+
+def test_rehearsals_put_back_buffers_that_forward_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rehearsed(config: Any, world: Any, model: nn.Module, rehearse: Callable[[Any], None], *others: Any) -> Any:
+        reducer = NoReducer(list(model.named_parameters()))
+        rehearse(reducer)
+        return reducer
+
+    plain = make_framework(alone(), model=Centred)
+    wanted = train(plain, 2)
+    monkeypatch.setattr("hpctrain.frameworks.torch.measured_reducer", rehearsed)
+    measured = make_framework(alone(), model=Centred)
+    measured.reducer = None
+    assert train(measured, 2) == wanted
+    assert torch.equal(measured.model.mean, plain.model.mean)
+
+
+def test_buffers_are_each_ranks_own() -> None:
+    placement = {tensor.name: tensor.placement for tensor in make_framework(alone(), model=Centred).state()}
+    assert placement["model/mean"] is Placement.RANK
+
+
+def test_an_average_of_16_bit_weights_is_refused() -> None:
+    with pytest.raises(UserError, match="16 bits"):
+        make_framework(alone(), model=lambda: plain_model().bfloat16(), ema_decay=0.999)

@@ -28,6 +28,8 @@ def test_sinks_get_the_event_that_is_in_the_file(tmp_path: Path) -> None:
     path, sink = tmp_path / "events.jsonl", Recorder()
     state = SimpleNamespace(step=4, epoch=1)
     trainer: Any = SimpleNamespace(world=SimpleNamespace(rank=0), state=state)
-    EventsHook(EventWriter(path, print), IntervalClock(), 1, [sink]).after_eval(trainer, {"accuracy": 0.5})
+    hook = EventsHook(EventWriter(path, print), IntervalClock(), 1, [sink])
+    hook.has_started = True
+    hook.after_eval(trainer, {"accuracy": 0.5})
     assert sink.events == decode(path.read_bytes())
     assert sink.events[0]["metrics"] == {"accuracy": 0.5}
