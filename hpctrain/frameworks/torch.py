@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.comm.auto import Choice
 from hpctrain.comm.torch_reducer import (
@@ -29,8 +28,8 @@ from hpctrain.comm.totals import Totals
 from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.data.dataset import Samples
-from hpctrain.errors import UserError
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.torch_checks import require_scalar, require_trainable
 from hpctrain.frameworks.torch_device import pick_device, require_same_kind
 from hpctrain.frameworks.torch_state import (
     TorchTensor,
@@ -373,40 +372,6 @@ class _NoClock:
         """Nor do they end one."""
 
 
-def require_trainable(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, channels_last: bool, averages: bool
-) -> None:
-    """Raises UserError where this model and optimizer cannot be trained by one backward pass and one step an update."""
-    own = set()
-    for name, parameter in model.named_parameters():
-        own.add(id(parameter))
-        if isinstance(parameter, UninitializedParameter):
-            raise UserError(
-                f"parameter {name} has no shape yet, since its layer is a lazy one",
-                "pass an example batch through the model before the task returns it",
-            )
-        if channels_last and parameter.ndim == 5:
-            raise UserError(
-                f"train.channels_last is for images, and parameter {name} has 5 dimensions",
-                "leave train.channels_last out",
-            )
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(
-            "the optimizer updates tensors that are not parameters of the task's model",
-            "make it from model.parameters() of the model that the task returns",
-        )
-    if averages and any(parameter.dtype in LOW_PRECISION.values() for parameter in model.parameters()):
-        raise UserError(
-            "train.ema_decay is given, but the model's parameters have 16 bits, which hold no slow average",
-            "keep the parameters in float32: train.precision computes in 16 bits",
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "LBFGS evaluates the loss several times an update, which a step over several ranks does once",
-            "use an optimizer whose step needs no closure, such as AdamW",
-        )
-
-
 def writable(array: NDArray[Any]) -> Tensor:
     """A host array as a tensor: over the same memory where a task may change it in place, else over a copy."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
@@ -415,15 +380,6 @@ def writable(array: NDArray[Any]) -> Tensor:
 def samples_of(batch: HostBatch) -> int:
     """Length of the leading axis."""
     return len(next(iter(batch.values())))
-
-
-def require_scalar(loss: Tensor) -> None:
-    """Raises UserError where a loss is one value a sample."""
-    if loss.numel() != 1:
-        raise UserError(
-            f"the loss has shape {list(loss.shape)}",
-            "return its mean over the samples, a scalar, or (sum, weight), two scalars",
-        )
 
 
 def global_norm(tensors: Sequence[Tensor]) -> float:
