@@ -144,7 +144,9 @@ class Build:
             "HOROVOD_LOCAL_VERSION": self.recipe.key,
             "HPCTRAIN_MPI_RPATH": self.mpi.rpath,
         }
-        env.setdefault("MAKEFLAGS", f"-j{self._jobs()}")
+        flags = env.get("MAKEFLAGS", "").partition("-- ")[0]
+        if "--jobserver" in flags or not re.search(r"(^|\s)-*\w*j", flags):  # below make demo, they are make's own
+            env["MAKEFLAGS"] = f"-j{self._jobs()}"
         return env | (cuda_environment(self.cuda, self.folder / "cuda") if self.cuda else {})
 
     def _logged(self, command: Sequence[str], env: Mapping[str, str], say: Say | None = None) -> int:

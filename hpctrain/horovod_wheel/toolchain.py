@@ -114,7 +114,13 @@ def find_mpi() -> Mpi:
         source.write_text(_MPI_PROBE, encoding="utf-8")
         done = subprocess.run([mpicc, str(source), "-o", str(probe), "-ldl"], capture_output=True, text=True)
         if done.returncode == 0:
-            done = subprocess.run([str(probe)], capture_output=True, text=True)
+            try:
+                done = subprocess.run([str(probe)], capture_output=True, text=True)
+            except PermissionError as error:  # noexec
+                raise UserError(
+                    what=f"programs may not be run in {tempfile.gettempdir()}, and mpicc is tried there",
+                    fix="set TMPDIR to a folder in which they may, such as one in your home",
+                ) from error
     if done.returncode != 0:
         raise UserError(
             what=f"{mpicc} does not make working programs: {last_line(done.stderr) or f'exit {done.returncode}'}",

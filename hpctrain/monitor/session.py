@@ -58,7 +58,7 @@ class Session:
         """Prints what the monitor has to say, on the rank that can. Never waits."""
         if self.agent is None or self.agent.stdout is None:
             return
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing to say, or a console that is gone
             if said := os.read(self.agent.stdout.fileno(), 1 << 16):
                 sys.stdout.write(said.decode(errors="replace"))
                 sys.stdout.flush()

@@ -38,6 +38,8 @@ class PlainConsole:
         """A console that is gone (closed pipe) does not end a run."""
         try:
             print(line, file=self.stream, flush=True)
+        except UnicodeEncodeError as error:  # a name that the terminal's encoding lacks
+            self.show(line.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError):
             self.stream = open("/dev/null", "w")  # noqa: SIM115 (stays open to the end)
 

@@ -89,7 +89,8 @@ class EventsHook(BaseHook):
         """See Hook."""
         self.writer.close()
         for sink in self.sinks:
-            sink.close()
+            with suppress(OSError):
+                sink.close()
 
     def start(self, trainer: Trainer) -> None:
         """Says who trains what with what; dated to when the attempt's training began."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -18,6 +19,8 @@ from hpctrain.tail import Tail
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars
 
+LONGEST_NAME = 250
+"""Characters that MLflow takes."""
 BATCH = 500
 """Metrics in one request; MLflow takes 1000."""
 READ_BYTES = 1 << 18
@@ -42,6 +45,7 @@ class Follower:
         saved = position(run_dir)
         known = saved if saved.get("uri") == uri else {}
         self.run_id: str | None = known.get("run_id")
+        self.has_params = bool(known.get("has_params", self.run_id is not None))
         self.offset = int(known.get("offset", 0))
         self.problem: str | None = None
 
@@ -52,7 +56,10 @@ class Follower:
             return False
         if self.run_id is None:
             self.run_id = self.open_run()
-            self.save()
+            self.save()  # at once: whatever fails now, there is to be one run
+        if not self.has_params:
+            self.log_params()
+            self.has_params = True
         events = decode(content)
         self.log_metrics(events)
         for event in events:
@@ -74,7 +81,7 @@ class Follower:
         return content
 
     def open_run(self) -> str:
-        """A new run with the configuration as parameters."""
+        """A new run."""
         config = run_config(self.run_dir.run_yaml)
         found = self.client.get_experiment_by_name(self.experiment)
         place = artifact_location(self.uri)
@@ -84,24 +91,25 @@ class Follower:
         attempts = info.get("attempts") or [{}]
         if attempts[-1].get("git_commit"):
             tags["mlflow.source.git.commit"] = str(attempts[-1]["git_commit"])
-        run_id = str(
-            self.client.create_run(
-                experiment, run_name=config.get("name", self.run_dir.path.name), tags=tags
-            ).info.run_id
-        )
+        name = config.get("name", self.run_dir.path.name)
+        return str(self.client.create_run(experiment, run_name=name, tags=tags).info.run_id)
+
+    def log_params(self) -> None:
+        """The configuration as parameters."""
         from mlflow.entities import Param
 
-        params = [Param(key, str(value)[:6000]) for key, value in flat(config) if value is not None]
+        config = run_config(self.run_dir.run_yaml)
+        values = {accepted(key): str(value)[:6000] for key, value in flat(config) if value is not None}
+        params = [Param(key, value) for key, value in values.items()]
         for begin in range(0, len(params), 100):
-            self.client.log_batch(run_id, params=params[begin : begin + 100])
-        return run_id
+            self.client.log_batch(self.run_id, params=params[begin : begin + 100])
 
     def log_metrics(self, events: Iterable[Event]) -> None:
         """Scalars of the events, with their own steps and times."""
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, int(event["time"] * 1000), event["step"])
+            Metric(accepted(name), value, int(event["time"] * 1000), event["step"])
             for event in events
             for name, value in scalars(event).items()
         ]
@@ -118,7 +126,13 @@ class Follower:
 
     def save(self) -> None:
         """Position and problem, for the sink, the next attempt and ``track sync``."""
-        fields = {"uri": self.uri, "run_id": self.run_id, "offset": self.offset, "problem": self.problem}
+        fields = {
+            "uri": self.uri,
+            "run_id": self.run_id,
+            "has_params": self.has_params,
+            "offset": self.offset,
+            "problem": self.problem,
+        }
         write_atomically(self.run_dir.path / "mlflow.json", json.dumps(fields).encode())
 
 
@@ -161,6 +175,12 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def accepted(name: str) -> str:
+    """A name as MLflow takes it: one that it refuses would hold up all that comes after."""
+    parts = [re.sub(r"[^\w .:-]", "_", part) for part in name.split("/")]
+    return "/".join(part for part in parts if part.strip("."))[:LONGEST_NAME].rstrip("/") or "_"
+
+
 def tracking_uri(uri: str) -> str:
     """An address as it is; for a folder, the SQLite database in it (MLflow has given up its store of plain files)."""
     return uri if is_address(uri) else f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
@@ -198,7 +218,9 @@ def main() -> int:
     try:
         follower = make(RunDir(Path(folder)), uri, experiment)
     except Exception as error:  # a store that MLflow refuses: the run's own log says so
-        fields = {"uri": uri, "run_id": None, "offset": 0, "problem": " ".join(str(error).split())[:300]}
+        saved = position(RunDir(Path(folder)))
+        known = saved if saved.get("uri") == uri else {"uri": uri, "run_id": None, "offset": 0}
+        fields = {**known, "problem": " ".join(str(error).split())[:300]}
         write_atomically(Path(folder) / "mlflow.json", json.dumps(fields).encode())
         return 1
     print(f"mlflow is there after {time.monotonic() - begin:.1f} s", flush=True)

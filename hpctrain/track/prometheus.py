@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ class PrometheusSink:
         values = {"step": event["step"], "attempt": event["attempt"], "time": event["time"], **scalars(event)}
         values["finished"] = float(event["event"] == "run_finished")
         for name, value in values.items():
-            plain = name.replace("/", "_")
+            plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)  # all that every exporter reads
             if plain not in self.gauges:
                 self.gauges[plain] = self.make(plain)
             self.gauges[plain].labels(self.run).set(value)

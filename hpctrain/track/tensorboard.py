@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import MissingExtra
 from hpctrain.track.scalars import scalars
 
+MOST_WAITING = 1000
+"""Events that wait for the disk at most; those that come then are left out."""
+CLOSE_S = 10.0
+"""Longest wait at the end of a run for what is not written yet."""
+
 
 class TensorBoardSink:
-    """Writes through tensorboardX, whose own thread does the writing."""
+    """Writes through tensorboardX, in a thread.
+
+    tensorboardX has one itself; where that ends, for a full disk, whoever adds a scalar would wait for ever.
+    """
 
     def __init__(self, folder: Path) -> None:
         """
@@ -23,16 +34,35 @@ class TensorBoardSink:
         except ImportError as error:
             raise MissingExtra("tensorboardX", "tensorboard") from error
         self.open = lambda step: SummaryWriter(str(folder), purge_step=step, write_to_disk=True)
-        self.writer: Any = None
+        self.waiting: queue.Queue[Mapping[str, Any]] = queue.Queue(MOST_WAITING)
+        self.is_over = threading.Event()
+        self.thread: threading.Thread | None = None
 
     def event(self, event: Mapping[str, Any]) -> None:
         """See Sink. What an earlier attempt wrote beyond this attempt's first step is hidden by TensorBoard."""
-        if self.writer is None:
-            self.writer = self.open(event["step"] + 1 if event["step"] else None)
-        for name, value in scalars(event).items():
-            self.writer.add_scalar(name, value, event["step"], walltime=event["time"])
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.write, daemon=True, name="tensorboard")
+            self.thread.start()
+        with suppress(queue.Full):
+            self.waiting.put_nowait(event)
 
     def close(self) -> None:
         """See Sink."""
-        if self.writer is not None:
-            self.writer.close()
+        self.is_over.set()
+        if self.thread is not None:
+            with suppress(queue.Full):
+                self.waiting.put_nowait({})
+            self.thread.join(CLOSE_S)
+
+    def write(self) -> None:
+        """Writes what comes, until all is written that came before the end."""
+        writer: Any = None
+        while not (self.is_over.is_set() and self.waiting.empty()):
+            if event := self.waiting.get():
+                with suppress(OSError):
+                    writer = writer or self.open(event["step"] + 1 if event["step"] else None)
+                    for name, value in scalars(event).items():
+                        writer.add_scalar(name, value, event["step"], walltime=event["time"])
+        with suppress(OSError):
+            if writer is not None:
+                writer.close()

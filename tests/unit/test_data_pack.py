@@ -370,3 +370,27 @@ def test_complex_numbers_are_stored_as_real_ones_only_where_nothing_is_lost(tmp_
     assert open_dataset(tmp_path / "real.h5").read(np.arange(2))["z"].tolist() == [1.0, 2.0]
     with pytest.raises(UserError, match="'z' of sample 1 holds"):
         write_hdf5(tmp_path / "complex.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 1j])})), real)
+
+
+def test_an_image_of_16_bits_is_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    Path("images").mkdir()
+    image.fromarray(np.full((8, 8), 4000, np.uint16)).save("images/a.png")
+    assert "images/a.png has values from 4000 to 4000" in refused(capsys, "images", "-o", "a.h5")
+    image.fromarray(np.full((8, 8), 40, np.uint16)).save("images/a.png")
+    pack("images", "-o", "a.h5")
+    assert (read("a.h5")["image"] == 40).all()
+
+
+@pytest.mark.parametrize("header", [",x", "x,.", "a,a/b", "/a,b"])
+def test_a_column_that_hdf5_cannot_name_is_refused(header: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.csv").write_text(f"{header}\n1,2\n")
+    assert "cannot be named" in refused(capsys, "a.csv", "-o", "a.h5")
+    Path("a.csv").write_text(",kg/m2\n1,2\n")
+    pack("a.csv", "-o", "a.h5", "--field", "x=kg/m2")
+
+
+@pytest.mark.parametrize("name", ["a.csv/b.h5", f"{'b' * 300}.h5"])
+def test_a_place_that_cannot_be_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.csv").write_text("x,y\n1,2\n")
+    assert "cannot be written" in refused(capsys, "a.csv", "-o", name)

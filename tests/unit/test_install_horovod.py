@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.errors import UserError
 from hpctrain.horovod_wheel import patch
-from hpctrain.horovod_wheel.build import cuda_environment, explain_log
+from hpctrain.horovod_wheel.build import Build, cuda_environment, explain_log
 from hpctrain.horovod_wheel.recipe import Recipe
-from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py
+from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py, find_mpi
 
 RECIPE = Recipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
 
@@ -207,3 +207,39 @@ def test_a_whole_toolkit_is_left_as_it_is(tmp_path: Path) -> None:
     (cuda.home / "lib64").symlink_to("lib")
     env = cuda_environment(cuda, tmp_path / "links")
     assert "LIBRARY_PATH" not in env and "CMAKE_LIBRARY_PATH" not in env
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (None, "-j3"),
+        ("", "-j3"),
+        (" -- TORCH=torch", "-j3"),
+        (" -j8 --jobserver-auth=3,4", "-j3"),
+        ("-j1", "-j1"),
+        (" -j1 -- TORCH=torch", " -j1 -- TORCH=torch"),
+    ],
+)
+def test_below_make_there_are_no_more_compilers_than_fit(
+    given: str | None, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("MAKEFLAGS", raising=False)
+    else:
+        monkeypatch.setenv("MAKEFLAGS", given)
+    mpi = Mpi(Path("/opt/mpi/bin/mpicc"), Path("/opt/mpi/lib/libmpi.so"), "Open MPI v5")
+    build = Build(tmp_path, RECIPE, mpi, None, None)
+    monkeypatch.setattr(build, "_jobs", lambda: 3)
+    assert build._environment()["MAKEFLAGS"] == used
+
+
+def test_a_tmpdir_without_programs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if command[0].endswith("probe"):
+            raise PermissionError(13, "Permission denied", command[0])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("hpctrain.horovod_wheel.toolchain.shutil.which", lambda *words, **options: "/usr/bin/mpicc")
+    monkeypatch.setattr("hpctrain.horovod_wheel.toolchain.subprocess.run", run)
+    with pytest.raises(UserError, match="set TMPDIR"):
+        find_mpi()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -152,3 +154,19 @@ def test_memory_stays_flat_over_a_million_steps() -> None:
     for _ in range(1_000_000):
         step(clock)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024, "KiB"
+
+
+def test_a_console_that_is_gone_does_not_end_a_run_that_the_monitor_speaks_of() -> None:
+    code = """
+import os, subprocess, sys
+from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.session import Session
+agent = subprocess.Popen(["echo", "rank 1 is slow"], stdout=subprocess.PIPE)
+agent.wait()
+gone, console = os.pipe()
+os.close(gone)
+os.dup2(console, 1)
+Session(RingClock(), agent, None).poll()
+os._exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=20, stderr=subprocess.DEVNULL).returncode == 7

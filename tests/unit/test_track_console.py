@@ -90,3 +90,12 @@ def test_numbers_read_well():
 
 def test_events_that_say_nothing_to_a_person_give_no_line():
     assert describe({"event": "checkpoint_saved", "step": 1}) == ""
+
+
+def test_a_name_that_the_encoding_lacks_does_not_silence_the_log():
+    raw = io.BytesIO()
+    console = PlainConsole(io.TextIOWrapper(raw, encoding="latin-1"))
+    console.event({"event": "eval", "step": 1, "metrics": {"\u0442\u043e\u0447\u043d\u043e\u0441\u0442\u044c": 0.5}})
+    console.event({"event": "eval", "step": 2, "metrics": {"loss": 0.25}})
+    assert raw.getvalue().startswith(b"step 1  validation: \\u0442")
+    assert raw.getvalue().endswith(b"step 2  validation: loss 0.25\n")

@@ -82,9 +82,16 @@ def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.ui
 
     try:
         with Image.open(path) as image:
+            # Pillow would cut off what is above.
+            least, most = image.getextrema() if image.mode[0] in "IF" else (0, 255)
             converted = image.convert(mode)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise damaged(path, error) from error
+    if least < 0 or most > 255:
+        raise UserError(
+            f"{path} has values from {least:g} to {most:g}, and 8 bits hold 0 to 255",
+            "scale such images to 8 bits first, or pack their values from .npy or .npz",
+        )
     if size is not None and converted.size != (size[1], size[0]):
         converted = converted.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     pixels = np.asarray(converted)

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,11 @@ def write_hdf5(
     """
     path = Path(path)
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} exists", "choose another name, or replace it with --force")
+    check_names(fields)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists", "choose another name, or replace it with --force")
         path.parent.mkdir(parents=True, exist_ok=True)
         if compression is None:
             check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
@@ -68,7 +69,8 @@ def write_hdf5(
             f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def write_contiguous(
@@ -201,6 +203,17 @@ def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> ND
             f"{name!r} of sample {begin + row} holds {value}, which {dtype} cannot hold", "choose a wider dtype"
         )
     return cast
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raises UserError where HDF5 has no array of such a name; slashes make groups."""
+    for name in names:
+        is_group = any(other.startswith(f"{name}/") for other in names)
+        if is_group or "\0" in name or any(part in ("", ".") for part in name.split("/")):
+            raise UserError(
+                f"an array in HDF5 cannot be named {name!r}" + (" and be a group, too" if is_group and name else ""),
+                "rename the column or array, or choose others with --field",
+            )
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
