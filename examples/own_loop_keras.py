@@ -3,11 +3,11 @@
 import keras
 import tensorflow as tf
 
-from hpctrain.comm.tensorflow_flat import FlatGradients
-from hpctrain.comm.tensorflow_reduce import broadcast, measured_reducer
-from hpctrain.comm.totals import LOSS
 from hpctrain.comm.world import connect
-from hpctrain.config import ReduceConfig
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.reduce.exchange_slots import LOSS
+from hpctrain.reduce.tensorflow_flat import FlatGradients
+from hpctrain.reduce.tensorflow_reducer import broadcast, measured_reducer
 
 BATCH, STEPS = 64, 200  # samples of all ranks together
 

@@ -3,9 +3,9 @@
 import torch
 from torch.nn import functional
 
-from hpctrain.comm.torch_reducer import broadcast, measured_reducer
 from hpctrain.comm.world import connect
-from hpctrain.config import ReduceConfig
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.reduce.torch_reducer import broadcast, measured_reducer
 
 BATCH, STEPS = 64, 200  # samples of all ranks together
 

@@ -12,13 +12,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World, connect
-    from hpctrain.task import KerasTask, TorchTask
+    from hpctrain.tasks.definition import KerasTask, TorchTask
 
 _HOMES = {
     "World": "hpctrain.comm.world",
     "connect": "hpctrain.comm.world",
-    "TorchTask": "hpctrain.task",
-    "KerasTask": "hpctrain.task",
+    "TorchTask": "hpctrain.tasks.definition",
+    "KerasTask": "hpctrain.tasks.definition",
 }
 
 __all__ = ["KerasTask", "TorchTask", "World", "__version__", "connect"]

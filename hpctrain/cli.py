@@ -27,28 +27,28 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("hpctrain.rank_commands", "train; this process is one rank: alone, or under mpirun or srun"),
-    "run": Command("hpctrain.launch.commands", "train on ranks of this machine, and watch over them"),
-    "evaluate": Command("hpctrain.rank_commands", "loss and metrics of a checkpoint over the validation data"),
-    "predict": Command("hpctrain.rank_commands", "outputs of a checkpoint over a data set, to HDF5"),
-    "render": Command("hpctrain.launch.slurm.commands", "print the sbatch script of a run"),
-    "submit": Command("hpctrain.launch.slurm.commands", "submit a run to Slurm"),
-    "status": Command("hpctrain.launch.slurm.commands", "where a run stands: queue, attempt, step, rate"),
-    "logs": Command("hpctrain.launch.slurm.commands", "logs of a run's ranks and attempts"),
-    "stop": Command("hpctrain.launch.slurm.commands", "ask a run to save a checkpoint and stop"),
-    "cancel": Command("hpctrain.launch.slurm.commands", "end a run's jobs now"),
-    "resume": Command("hpctrain.launch.slurm.commands", "submit a stopped run again"),
-    "supervise": Command("hpctrain.launch.commands", "inside a Slurm job: start the ranks and watch over them"),
-    "watch": Command("hpctrain.watch.commands", "live view of a run: step, rate, curves, ranks, verdicts"),
-    "report": Command("hpctrain.report.commands", "run folder to one HTML page with plots"),
-    "explain": Command("hpctrain.report.commands", "what ended or slows a run, and what to do"),
-    "compare": Command("hpctrain.report.commands", "several runs beside each other"),
-    "track": Command("hpctrain.track.commands", "hand a run's model over to MLflow"),
-    "ckpt": Command("hpctrain.checkpoint.commands", "list, verify, inspect, compare and export checkpoints"),
-    "data": Command("hpctrain.data.commands", "make and inspect HDF5 data sets"),
-    "bench": Command("hpctrain.bench.commands", "measure steps, checkpoints, data and scaling on this machine"),
-    "doctor": Command("hpctrain.doctor", "what is installed, what is wrong, how to fix it"),
-    "install-horovod": Command("hpctrain.install_horovod", "build Horovod against the installed frameworks and MPI"),
+    "train": Command("hpctrain.commands.train", "train; this process is one rank: alone, or under mpirun or srun"),
+    "run": Command("hpctrain.commands.run", "train on ranks of this machine, and watch over them"),
+    "evaluate": Command("hpctrain.commands.train", "loss and metrics of a checkpoint over the validation data"),
+    "predict": Command("hpctrain.commands.train", "outputs of a checkpoint over a data set, to HDF5"),
+    "render": Command("hpctrain.commands.slurm", "print the sbatch script of a run"),
+    "submit": Command("hpctrain.commands.slurm", "submit a run to Slurm"),
+    "status": Command("hpctrain.commands.slurm", "where a run stands: queue, attempt, step, rate"),
+    "logs": Command("hpctrain.commands.slurm", "logs of a run's ranks and attempts"),
+    "stop": Command("hpctrain.commands.slurm", "ask a run to save a checkpoint and stop"),
+    "cancel": Command("hpctrain.commands.slurm", "end a run's jobs now"),
+    "resume": Command("hpctrain.commands.slurm", "submit a stopped run again"),
+    "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start the ranks and watch over them"),
+    "watch": Command("hpctrain.commands.watch", "live view of a run: step, rate, curves, ranks, verdicts"),
+    "report": Command("hpctrain.commands.report", "run folder to one HTML page with plots"),
+    "explain": Command("hpctrain.commands.report", "what ended or slows a run, and what to do"),
+    "compare": Command("hpctrain.commands.report", "several runs beside each other"),
+    "track": Command("hpctrain.commands.track", "hand a run's model over to MLflow"),
+    "ckpt": Command("hpctrain.commands.ckpt", "list, verify, inspect, compare and export checkpoints"),
+    "data": Command("hpctrain.commands.data", "make and inspect HDF5 data sets"),
+    "bench": Command("hpctrain.commands.bench", "measure steps, checkpoints, data and scaling on this machine"),
+    "doctor": Command("hpctrain.commands.doctor", "what is installed, what is wrong, how to fix it"),
+    "install-horovod": Command("hpctrain.commands.install_horovod", "build Horovod for what is installed here"),
 }
 
 
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
         text = super().format_help()
         if self.get_default("overrides") is None:
             return text
-        from hpctrain.config_reference import help_text
+        from hpctrain.config.reference import help_text
 
         return f"{text}\n{help_text()}"
 

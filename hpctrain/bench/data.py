@@ -19,10 +19,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.bench.commands import existing_folder
+from hpctrain.commands.bench import existing_folder
 from hpctrain.data import open_dataset
 from hpctrain.data.order import Order
-from hpctrain.data.pack import from_dataset, write_hdf5
+from hpctrain.data.packing import from_dataset, write_hdf5
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
 

@@ -24,8 +24,8 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         RunFailed: the program failed; its last lines are in the message.
     """
     from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-    from hpctrain.launch.processes import forget_session
-    from hpctrain.launch.threads import thread_environment, usable_cores
+    from hpctrain.system.cores import thread_environment, usable_cores
+    from hpctrain.system.processes import forget_session
 
     environment = {**os.environ, **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     prefix: list[str] = []

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from hpctrain.bench.ranks import write_rows
 from hpctrain.bench.step import Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
-from hpctrain.comm.auto import Candidate
 from hpctrain.comm.world import World, alone, connect
-from hpctrain.config import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.tensorflow import KerasFramework
-from hpctrain.frameworks.tensorflow_runtime import choose_gpu, set_environment
-from hpctrain.task import KerasTask
+from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.frameworks.tensorflow.framework import KerasFramework
+from hpctrain.frameworks.tensorflow.runtime import choose_gpu, set_environment
+from hpctrain.reduce.choice import Candidate
+from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 
 

@@ -10,10 +10,10 @@ import torch
 
 from hpctrain.bench.ranks import write_rows
 from hpctrain.bench.turns import take_turns
-from hpctrain.comm.auto import Candidate
-from hpctrain.comm.torch_reducer import Reducer, make_reducer
 from hpctrain.comm.world import World, connect
-from hpctrain.config import ReduceConfig
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.torch_reducer import Reducer, make_reducer
 
 MIB = 2**20
 

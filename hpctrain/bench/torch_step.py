@@ -16,11 +16,11 @@ from torch.nn import functional
 from hpctrain.bench.ranks import write_rows
 from hpctrain.bench.step import Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
-from hpctrain.comm.auto import Candidate
-from hpctrain.comm.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
 from hpctrain.comm.world import World, connect
-from hpctrain.config import ReduceConfig
-from hpctrain.frameworks.torch_state import digest
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.frameworks.torch.state import digest
+from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
 from hpctrain.tasks.torch_chartext import GPT
 
 

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.changes import config_hash
-from hpctrain.checkpoint.format import DamagedCheckpoint
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.identity import finite, identity_of, versions
 from hpctrain.checkpoint.policy import Cost, Policy, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
+from hpctrain.checkpoint.resume_compat import config_hash
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saver import Outcome, Saver, open_saver
-from hpctrain.checkpoint.shard import host_buffer
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
-from hpctrain.run_dir import RunDir, current_attempt
+from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.config import CheckpointConfig, Config
+    from hpctrain.config.sections import CheckpointConfig, Config
     from hpctrain.train.framework import StepResult
     from hpctrain.train.loop import Trainer
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import hpctrain
 
 if TYPE_CHECKING:
-    from hpctrain.config import Config
+    from hpctrain.config.sections import Config
 
 PACKAGES = ("numpy", "h5py", "torch", "tensorflow-cpu", "tensorflow", "keras", "horovod", "mpi4py")
 

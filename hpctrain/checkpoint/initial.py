@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint import safetensors
-from hpctrain.checkpoint.format import ITEM_TYPES
+from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.locate import locate
 from hpctrain.errors import UserError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.checkpoint.format import STEP_FOLDER
+from hpctrain.checkpoint.format.layout import STEP_FOLDER
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpctrain.config import CheckpointConfig
+from hpctrain.config.sections import CheckpointConfig
 
 FIRST_S = 60.0
 """Seconds to the first automatic checkpoint, which measures what one costs."""

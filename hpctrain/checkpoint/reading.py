@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint import manifest as manifest_file
-from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Manifest, Shard, step_folder
-from hpctrain.checkpoint.shard import read_shard, view_of
+from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Manifest, Shard, step_folder
+from hpctrain.checkpoint.format.shard import read_shard, view_of
 from hpctrain.comm.group import Group
 
 RANDOM = "rng/"

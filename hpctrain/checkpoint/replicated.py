@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format import ITEM_TYPES
+from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.comm.group import Group
 from hpctrain.errors import RunFailed
 from hpctrain.train.state import Placement

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.changes import flat, refuse_changes
 from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.resume_compat import flat, refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 

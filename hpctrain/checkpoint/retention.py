@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from hpctrain.config import at_least
+from hpctrain.config.sections import at_least
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.checkpoint.format import Piece, TensorSpec, check_tensors, shard_file
-from hpctrain.checkpoint.partition import partition
-from hpctrain.checkpoint.shard import ShardImage, host_buffer, skeleton
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, shard_file
+from hpctrain.checkpoint.format.partition import partition
+from hpctrain.checkpoint.format.shard import ShardImage, host_buffer, skeleton
 from hpctrain.checkpoint.store import CheckpointStore, leave_record
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, NoRequeue, RunFailed

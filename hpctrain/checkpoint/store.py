@@ -12,9 +12,9 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from hpctrain.checkpoint import manifest as manifest_file
 from hpctrain.checkpoint.files import make_durable_folder, sync_folder, write_durably
-from hpctrain.checkpoint.format import (
+from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format.layout import (
     MANIFEST_FILE,
     STEP_FOLDER,
     DamagedCheckpoint,

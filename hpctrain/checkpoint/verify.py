@@ -7,8 +7,8 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Shard
-from hpctrain.checkpoint.shard import read_shard
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard
+from hpctrain.checkpoint.format.shard import read_shard
 from hpctrain.checkpoint.store import CheckpointStore
 
 

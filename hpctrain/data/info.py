@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.concat import ConcatDataset
 from hpctrain.data.dataset import Dataset
-from hpctrain.data.hdf5 import Hdf5Dataset
+from hpctrain.data.formats.concat import ConcatDataset
+from hpctrain.data.formats.hdf5 import Hdf5Dataset
+from hpctrain.data.formats.sources import CACHE_BYTES, open_dataset
 from hpctrain.data.order import Order
-from hpctrain.data.sources import CACHE_BYTES, open_dataset
 
 BATCH = 256
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.recipe import follow
+from hpctrain.data.dataset_spec import follow
 from hpctrain.data.reference import resolve
 from hpctrain.data.samples import describe
-from hpctrain.data.shared_memory import SharedMemory, put, views
 from hpctrain.data.transform import load
 from hpctrain.errors import HpctrainError
+from hpctrain.system.anonymous_memory import SharedMemory, put, views
 
 
 def main(channel: int, payload: int, slots: list[int]) -> None:

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.recipe import describe
+from hpctrain.data.dataset_spec import describe
 from hpctrain.data.reference import refer
-from hpctrain.data.shared_memory import SharedMemory, create, put, views
 from hpctrain.data.transform import Transform
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.system.anonymous_memory import SharedMemory, create, put, views
 
 SLOTS = 2
 """Results of a worker under way: while the parent takes one, the worker makes the next."""

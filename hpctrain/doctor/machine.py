@@ -16,8 +16,8 @@ import psutil
 
 from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.errors import HpctrainError
-from hpctrain.launch.threads import cpu_quota, usable_cores
-from hpctrain.run_dir import create_exclusively
+from hpctrain.run.folder import create_exclusively
+from hpctrain.system.cores import cpu_quota, usable_cores
 
 LITTLE_DISK_BYTES = 2 * 2**30
 LITTLE_SHM_BYTES = 256 * 2**20

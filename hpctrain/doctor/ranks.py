@@ -15,8 +15,8 @@ from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.doctor.link import MARK
 from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.launch.processes import forget_session
-from hpctrain.launch.threads import usable_cores
+from hpctrain.system.cores import usable_cores
+from hpctrain.system.processes import forget_session
 
 TIMEOUT_S = 120.0
 SLOW_LATENCY_US = 20.0

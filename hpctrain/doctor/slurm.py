@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.errors import HpctrainError
-from hpctrain.launch.slurm import client
+from hpctrain.launch.engines.slurm import client
 
 
 def findings(run_file: str | None) -> list[Finding]:
@@ -79,7 +79,7 @@ def mpi_types() -> Iterator[Finding]:
 
 def script(run_file: str) -> Iterator[Finding]:
     """``sbatch --test-only`` on the rendered script."""
-    from hpctrain.launch.slurm import submission
+    from hpctrain.launch.engines.slurm import submission
 
     try:
         text = submission.plan(*submission.open_run(run_file)).script

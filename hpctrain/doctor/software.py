@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hpctrain
-from hpctrain.comm.horovod_setup import mpi_libraries
 from hpctrain.doctor import probe
 from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.doctor.probe import Probe
 from hpctrain.errors import HpctrainError, MissingExtra
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi
+from hpctrain.reduce.horovod_setup import mpi_libraries
 
 INSTALL_HOROVOD = "run: hpctrain install-horovod"
 

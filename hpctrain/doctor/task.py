@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.config import Config
-from hpctrain.config_file import load
+from hpctrain.config.loading import load
+from hpctrain.config.sections import Config
 from hpctrain.doctor.finding import Finding, problem
 from hpctrain.errors import UserError
 

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.errors import ExitCode
-from hpctrain.launch import launchers, processes
-from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord, collect
-from hpctrain.launch.live_lock import LiveLock
-from hpctrain.launch.output import say
-from hpctrain.launch.passing import Passing
+from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
-from hpctrain.launch.signals import StopSignals
-from hpctrain.launch.verdict import Action, Stop, Verdict, decide
-from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.launch.stdout_relay import Passing
+from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
+from hpctrain.run.live_lock import LiveLock
+from hpctrain.run.verdict import Action, Stop, Verdict, decide
+from hpctrain.system import processes
+from hpctrain.system.output import say
+from hpctrain.system.signals import StopSignals
 
 TICK_S = 0.05
 """Seconds between two looks at everything."""
@@ -100,7 +101,7 @@ class Attempt:
         banner = self.passing.text if self.passing is not None else ""  # MPICH tells of deaths on its standard output
         told = collect(self.run_dir, self.number)
         first = died_first(self.run_dir, self.number, told)
-        deaths = launchers.deaths(text + banner, first) if self.failure is None else []
+        deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
         attempts = [*self.run_dir.attempts()]
         if attempts:
@@ -217,7 +218,7 @@ class Attempt:
         A launcher that is ending the ranks itself has the time that it names for it: then it knows which node is gone.
         """
         lasted_s = now - self.suspicion.setdefault(key, now)
-        if lasted_s > patience_s and lasted_s > patience_s + launchers.waits_s(self.launcher_text()):
+        if lasted_s > patience_s and lasted_s > patience_s + launcher_messages.waits_s(self.launcher_text()):
             own_error = any(word.ending is Ending.FAILED for word in words)
             self.end(now, "" if own_error else what, "see the rank's log", "killed" if key == "died" else "hang")
 

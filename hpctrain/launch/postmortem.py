@@ -8,19 +8,19 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain import events
 from hpctrain.errors import ExitCode
-from hpctrain.launch import launchers, processes
-from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord
-from hpctrain.launch.verdict import NODE, Action, Verdict
-from hpctrain.monitor import deaths
-from hpctrain.run_dir import RunDir
+from hpctrain.launch import launcher_messages
+from hpctrain.run import deaths, events
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
+from hpctrain.run.verdict import NODE, Action, Verdict
+from hpctrain.system import processes
 
 FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 """Of errors that come again in every attempt."""
 
 
-def complete(word: LastWord, seen: Sequence[launchers.Death], words: Sequence[LastWord]) -> LastWord:
+def complete(word: LastWord, seen: Sequence[launcher_messages.Death], words: Sequence[LastWord]) -> LastWord:
     """Says for a rank that could not how it ended, as far as can be told."""
     if word.ending is not Ending.RUNNING:
         return word
@@ -30,7 +30,7 @@ def complete(word: LastWord, seen: Sequence[launchers.Death], words: Sequence[La
         return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed or seen else Ending.VANISHED)
     local = word.host == socket.gethostname()
     memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
-    cause = launchers.OUT_OF_MEMORY if memory else death.cause
+    cause = launcher_messages.OUT_OF_MEMORY if memory else death.cause
     code = 128 + death.signal if death.signal else death.exit_code
     return dataclasses.replace(word, ending=Ending.KILLED, note=cause, exit_code=code)
 
@@ -92,20 +92,20 @@ def missing_ranks(
     """
     if any(word.ending is Ending.FAILED and word.exit_code in FINAL for word in words):
         return None  # the run's own mistake, whatever else happened
-    if (host := launchers.lost_node(text)) is not None:
+    if (host := launcher_messages.lost_node(text)) is not None:
         what, fix = f"{host or 'a node'} was lost: {last_line(text)}", "the same command resumes it"
         return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, host=host or None, cause=NODE)
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
-    if silent := launchers.silent(text, untold):
+    if silent := launcher_messages.silent(text, untold):
         return _lost(silent, untold[silent[0]])
-    unstarted, why = launchers.not_started(text)
+    unstarted, why = launcher_messages.not_started(text)
     if unstarted:
         return _unstarted(unstarted, why, hosts)
     known = {word.rank for word in words if word.rank is not None}
     if any(word.ending in (Ending.FAILED, Ending.KILLED) for word in words) or len(known) == ranks:
         return None
     missing = sorted(set(range(ranks)) - known)
-    dead = next((death for death in launchers.deaths(text + banner) if death.rank in missing), None)
+    dead = next((death for death in launcher_messages.deaths(text + banner) if death.rank in missing), None)
     told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text) or last_line(banner)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nobody says'}"
     return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, f"see {log}", dead.rank if dead else None, cause="vanished")

@@ -9,12 +9,12 @@ from typing import Any
 
 from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.launch.attempt import Attempt, Launch, Limits
-from hpctrain.launch.last_words import LastWord, merge
-from hpctrain.launch.live_lock import LiveLock, myself
-from hpctrain.launch.output import say
-from hpctrain.launch.signals import StopSignals
-from hpctrain.launch.verdict import PREFLIGHT, Action, Verdict
-from hpctrain.run_dir import RunDir, write_atomically
+from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.last_words import LastWord, merge
+from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.verdict import PREFLIGHT, Action, Verdict
+from hpctrain.system.output import say
+from hpctrain.system.signals import StopSignals
 
 
 def supervise(

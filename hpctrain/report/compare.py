@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.report.plots import LinePlot
-from hpctrain.report.reading import RunData, Series
 from hpctrain.report.summary import summarize
 from hpctrain.report.svg import Curve
 from hpctrain.report.thinning import thin
+from hpctrain.run.history import RunData, Series
 
 RESULTS = (
     "state",

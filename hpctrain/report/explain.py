@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.report.reading import RunData
 from hpctrain.report.summary import phase_share, state
+from hpctrain.run.history import RunData
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""

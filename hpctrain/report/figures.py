@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import MissingExtra, UserError
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
-from hpctrain.report.reading import RunData
 from hpctrain.report.summary import make_attempts
+from hpctrain.run.history import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

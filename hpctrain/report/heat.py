@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 
 MOST_ROWS, MOST_COLUMNS = 64, 120
 

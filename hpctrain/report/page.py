@@ -15,8 +15,8 @@ from hpctrain.report import svg
 from hpctrain.report.axes import time_unit
 from hpctrain.report.explain import Explanation
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
-from hpctrain.report.reading import RunData
 from hpctrain.report.summary import Attempt, make_attempts, summarize
+from hpctrain.run.history import RunData
 
 
 def render(data: RunData, explanation: Explanation, heat: Mapping[str, NDArray[np.float64]]) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.report.axes import time_unit
-from hpctrain.report.reading import RunData, Series
 from hpctrain.report.summary import Attempt
 from hpctrain.report.svg import Curve, Mark
 from hpctrain.report.thinning import thin
+from hpctrain.run.history import RunData, Series
 
 STACK_COLUMNS = 200
 """Intervals that the phase breakdown is drawn in."""

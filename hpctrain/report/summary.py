@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.digest import outcome
-from hpctrain.report.reading import RunData, Series
+from hpctrain.run.history import RunData, Series
+from hpctrain.run.progress import outcome
 
 USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
 """Phases that advance the weights; callbacks and checkpoints do not."""

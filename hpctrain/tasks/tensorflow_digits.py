@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from hpctrain.task import KerasTask
+from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.digits_data import pack
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.errors import UserError
-from hpctrain.task import TorchTask
+from hpctrain.tasks.definition import TorchTask
 
 VALIDATION_SHARE = 0.1
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.task import TorchTask
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.digits_data import pack
 
 

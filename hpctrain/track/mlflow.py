@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.errors import MissingExtra
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 
 FLUSH_S = 20.0
 """Longest wait at the end of a run for a server that answers."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.events import Event, decode
-from hpctrain.report.reading import run_config
-from hpctrain.run_dir import RunDir, write_atomically
-from hpctrain.tail import Tail
+from hpctrain.run.events import Event, decode
+from hpctrain.run.file_tail import Tail
+from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.history import run_config
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars
 

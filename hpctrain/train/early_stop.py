@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hpctrain.config import EarlyStopConfig
+from hpctrain.config.sections import EarlyStopConfig
 from hpctrain.errors import UserError
 from hpctrain.train.hooks import BaseHook, StopReason
 

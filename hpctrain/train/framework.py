@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from hpctrain.comm.auto import Choice
 from hpctrain.data.dataset import Samples
+from hpctrain.reduce.choice import Choice
 from hpctrain.train.state import StateTensor
 
 HostBatch = Mapping[str, NDArray[Any]]

@@ -29,7 +29,7 @@ class RunSummary:
 
 @dataclass
 class Trainer:
-    """Everything one rank needs to train; ``hpctrain.build`` makes it from a run file."""
+    """Everything one rank needs to train; ``hpctrain.rank.wiring`` makes it from a run file."""
 
     world: World
     framework: Framework

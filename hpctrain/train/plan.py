@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.config import TrainConfig
+from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.train.state import TrainState
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hpctrain.config import ScheduleConfig
+from hpctrain.config.sections import ScheduleConfig
 
 Schedule = Callable[[int], float]
 """Factor for the update that follows ``step`` done ones."""

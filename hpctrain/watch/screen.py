@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
+from hpctrain.run.standing import Word
 from hpctrain.track.console import duration, number
-from hpctrain.watch.state import Word
 from hpctrain.watch.view import Line, Rank, View
 
 STALE_S = 30.0

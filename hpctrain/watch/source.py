@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.errors import HpctrainError
-from hpctrain.following import Following
-from hpctrain.launch import live_lock
-from hpctrain.launch.slurm import status
-from hpctrain.launch.slurm.client import QueueEntry
-from hpctrain.report.reading import run_config
-from hpctrain.run_dir import RunDir
-from hpctrain.tail import JsonFile
-from hpctrain.watch.state import Life
+from hpctrain.launch.engines.slurm import status
+from hpctrain.launch.engines.slurm.client import QueueEntry
+from hpctrain.run import live_lock
+from hpctrain.run.event_follower import Following
+from hpctrain.run.file_tail import JsonFile
+from hpctrain.run.folder import RunDir
+from hpctrain.run.history import run_config
+from hpctrain.run.standing import Life
 from hpctrain.watch.view import Found, View, make
 
 PORTION_S = 0.5

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.digest import Digest, Warned, finding
 from hpctrain.errors import UserError
-from hpctrain.launch.slurm.client import QueueEntry
-from hpctrain.launch.slurm.directives import seconds
-from hpctrain.watch import state
-from hpctrain.watch.state import Life, State, Word
+from hpctrain.launch.engines.slurm.client import QueueEntry
+from hpctrain.launch.engines.slurm.directives import seconds
+from hpctrain.run import standing
+from hpctrain.run.progress import Digest, Warned, finding
+from hpctrain.run.standing import Life, State, Word
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def make(found: Found, now: float, is_behind: bool = False) -> View:
     attempts = [entry for entry in found.info.get("attempts") or [] if isinstance(entry, Mapping)]
     newest = attempts[-1] if attempts else {}
     is_command = bool((found.config.get("launch") or {}).get("command"))
-    stands = state.of_run(attempts, digest, found.life, found.job, now, has_events=not is_command)
+    stands = standing.of_run(attempts, digest, found.life, found.job, now, has_events=not is_command)
     runs = stands.word is Word.RUNNING
     started = digest.newest.get("run_started", {})
     attempt = newest.get("attempt") or digest.attempt or found.live.get("attempt")

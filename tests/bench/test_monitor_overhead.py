@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import alone
-from hpctrain.config import MonitorConfig
-from hpctrain.monitor.session import start
+from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor.rank.session import start
 from hpctrain.train.clock import IntervalClock, Phase
 
 STEP_S = 0.02

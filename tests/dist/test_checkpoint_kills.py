@@ -21,7 +21,7 @@ import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 from tests.support.command import wait_for
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
 

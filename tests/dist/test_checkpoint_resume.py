@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"

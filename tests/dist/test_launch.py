@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpctrain.events import missing_fields
-from hpctrain.launch.processes import forget_session
-from hpctrain.run_dir import RunDir
+from hpctrain.run.events import missing_fields
+from hpctrain.system.processes import forget_session
+from hpctrain.run.folder import RunDir
 from tests.support.command import (
     endings,
     events,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 from tests.support.command import (
     PROJECT,
     events,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hpctrain.report.page import number
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 from tests.support.command import (
     PROJECT,
     events,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch import live_lock
-from hpctrain.run_dir import RunDir
+from hpctrain.run import live_lock
+from hpctrain.run.folder import RunDir
 from tests.support.command import hpctrain, misbehaving_run, started
 from tests.support.pseudo_terminal import OFF, on_a_terminal
 

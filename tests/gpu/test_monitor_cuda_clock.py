@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.train.clock import Phase
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +15,7 @@ CYCLES_PER_MS = 1_500_000
 
 def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
     torch = pytest.importorskip("torch")
-    from hpctrain.monitor.torch_clock import follow_cuda
+    from hpctrain.monitor.rank.torch_clock import follow_cuda
 
     clock = RingClock()
     follow_cuda(clock)

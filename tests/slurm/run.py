@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 from tests.slurm.cluster import Cluster, until
 
 STEPS = 48

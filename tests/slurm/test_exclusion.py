@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.monitor.exclude import Exclusion, exclude
+from hpctrain.monitor.chief.exclude import Exclusion, exclude
 from tests.slurm.run import STEPS, Run
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from hpctrain.config import Config, LaunchConfig, SlurmConfig
-from hpctrain.launch.slurm.render import job_script, render
-from hpctrain.run_dir import RunDir
+from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
+from hpctrain.launch.engines.slurm.render import job_script, render
+from hpctrain.run.folder import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.run import Run
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from hpctrain.run_dir import RunDir
+from hpctrain.run.folder import RunDir
 from tests.support.mpi import Result, rank_environment, run_in_group
 
 PROJECT = Path(__file__).parents[2]

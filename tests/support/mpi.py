@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.comm.world import QUICK_START
-from hpctrain.launch.processes import forget_session
+from hpctrain.system.processes import forget_session
 
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from hpctrain.task import KerasTask
+from hpctrain.tasks.definition import KerasTask
 from tests.support.checkpoint_data import augment, data
 
 

@@ -12,11 +12,11 @@ from keras import layers
 from numpy.typing import NDArray
 
 from hpctrain.comm.world import World
-from hpctrain.config import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data.order import part_of
-from hpctrain.frameworks.tensorflow import KerasFramework
-from hpctrain.frameworks.tensorflow_runtime import begin_task
-from hpctrain.task import KerasTask
+from hpctrain.frameworks.tensorflow.framework import KerasFramework
+from hpctrain.frameworks.tensorflow.runtime import begin_task
+from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 
 Batch = dict[str, NDArray[Any]]

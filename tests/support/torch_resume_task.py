@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.task import TorchTask
+from hpctrain.tasks.definition import TorchTask
 from tests.support.checkpoint_data import augment, data, global_noise
 
 

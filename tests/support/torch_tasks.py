@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.config import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data.order import part_of
-from hpctrain.frameworks.torch import TorchFramework, seed
-from hpctrain.task import TorchTask
+from hpctrain.frameworks.torch.framework import TorchFramework, seed
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
 
 Batch = dict[str, NDArray[Any]]

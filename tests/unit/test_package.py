@@ -37,7 +37,9 @@ def test_the_installed_command_works(installed: Path) -> None:
 
 
 def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
-    done = run_installed(installed, "-c", "from hpctrain.resources import template_dir as d; print(d())")
+    done = run_installed(
+        installed, "-c", "from hpctrain.launch.engines.slurm.resources import template_dir as d; print(d())"
+    )
     assert Path(done.stdout.strip()).is_relative_to(installed), "another hpctrain was imported"
     carried = {path.relative_to(done.stdout.strip()) for path in Path(done.stdout.strip()).rglob("*") if path.is_file()}
     ours = {path.relative_to(ROOT / "slurm") for path in (ROOT / "slurm").rglob("*") if path.is_file()}

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import build
-from hpctrain.checkpoint.format import ITEM_TYPES
+from hpctrain.rank import wiring
+from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import connect
-from hpctrain.config import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
+from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
-from hpctrain.event_writer import EventWriter
-from hpctrain.run_dir import RunDir
+from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
 from hpctrain.train.hooks import BaseHook, StopReason
@@ -99,8 +99,8 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     records.mkdir(exist_ok=True)
     (records / f"{world.rank}.pid").write_text(str(os.getpid()))
     clock = IntervalClock()
-    problem = build.make_problem(config, world)
-    framework = build.make_framework(config, world, problem.task, clock)
+    problem = wiring.make_problem(config, world)
+    framework = wiring.make_framework(config, world, problem.task, clock)
     recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options)
     recorder.watch(framework)
     fingerprint = problem.train.fingerprint()
@@ -108,7 +108,7 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     fresh = options.get("fresh", False)
     report = EventWriter(run_dir.events, print).append
     hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh)
-    trainer = build.make_trainer(config, world, problem, framework, clock, [hook, recorder])
+    trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
     with closing(framework), closing(hook), closing(trainer.data):
         trainer.fit()
         recorder.write(final=checksums(framework), weights=framework.weights_hash(), state=trainer.state.to_json())

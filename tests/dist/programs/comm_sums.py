@@ -6,12 +6,12 @@ import os
 
 import numpy as np
 
-from hpctrain.comm import node_sum
-from hpctrain.comm.compression import CODECS
+from hpctrain.reduce import shm_allreduce
+from hpctrain.reduce.compression import CODECS
 from hpctrain.comm.group import Group
-from hpctrain.comm.host_sum import CompressedSum, FlatSum, HostSum, OverlappedSum
-from hpctrain.comm.node_sum import open_node_sum
-from hpctrain.comm.ring_sum import RingSum
+from hpctrain.reduce.mpi_allreduce import CompressedSum, FlatSum, HostSum, OverlappedSum
+from hpctrain.reduce.shm_allreduce import open_node_sum
+from hpctrain.reduce.ring_allreduce import RingSum
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 
@@ -111,9 +111,9 @@ def main() -> None:
             check(world, shared, length)
         if world.size == 4:
             across_nodes(world)
-        assert not [name for name in os.listdir(node_sum.FOLDER) if name.startswith("hpctrain-")]
-        node_sum.FOLDER = "/nowhere" if world.rank == world.size - 1 else node_sum.FOLDER
-        node_sum.FOLDER = "/nowhere" if world.rank == 0 else node_sum.FOLDER
+        assert not [name for name in os.listdir(shm_allreduce.FOLDER) if name.startswith("hpctrain-")]
+        shm_allreduce.FOLDER = "/nowhere" if world.rank == world.size - 1 else shm_allreduce.FOLDER
+        shm_allreduce.FOLDER = "/nowhere" if world.rank == 0 else shm_allreduce.FOLDER
         assert open_node_sum(world.data, 100) is None
     print(f"rank {world.rank} of {world.size}: right")
 

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from hpctrain.comm.auto import EVERY_CANDIDATE, Candidate
-from hpctrain.comm.tensorflow_flat import ROW
-from hpctrain.comm.tensorflow_reduce import open_reducer
+from hpctrain.reduce.choice import EVERY_CANDIDATE, Candidate
+from hpctrain.reduce.tensorflow_flat import ROW
+from hpctrain.reduce.tensorflow_reducer import open_reducer
 from hpctrain.comm.world import connect
 
 ROWS = 1001

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hpctrain.comm.tensorflow_reduce import NoReducer
+from hpctrain.reduce.tensorflow_reducer import NoReducer
 from hpctrain.comm.world import World, connect
-from hpctrain.frameworks.tensorflow import KerasFramework
+from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.train.framework import NonFiniteLoss
 from tests.support.tensorflow_tasks import (
     cut,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.comm.torch_reducer import NoReducer
+from hpctrain.reduce.torch_reducer import NoReducer
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
-from hpctrain.frameworks.torch import TorchFramework
+from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
 from tests.support.torch_tasks import (

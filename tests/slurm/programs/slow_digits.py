@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.run_dir import current_attempt
-from hpctrain.task import TorchTask
+from hpctrain.run.folder import current_attempt
 from hpctrain.tasks import torch_digits
+from hpctrain.tasks.definition import TorchTask
 
 
 class Slow(torch.nn.Module):

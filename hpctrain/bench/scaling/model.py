@@ -1,0 +1,203 @@
+"""The step of a training run at any number of ranks, with the uncertainty of what is said of it. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hpctrain.bench.scaling.fit import Amdahl, ExchangeModel, Floats, Link, Sample, Shape, fit_amdahl, fit_exchange
+
+Mode = Literal["weak", "strong"]
+
+COMPUTE, EXCHANGE, DATA, REST = range(4)
+PARTS = ("compute", "exchange", "data", "rest")
+DRAWS = 200
+BAND = (5, 95)
+"""Percentiles of the draws that bound a prediction."""
+MODEL_ERROR = 0.25
+"""Of an exchange at a shape that was not measured; tests/dist/test_bench_scaling.py holds the model to it."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Steps of the training runs of one shape."""
+
+    shape: Shape
+    global_batch: int
+    parts: Floats
+    """float64[intervals, 4]: seconds of a step by PARTS, mean of an interval."""
+
+    @property
+    def typical(self) -> Floats:
+        """float64[4]: seconds of each part, mean over the intervals whose steps are of middling length. A median whose
+        parts add up to the step."""
+        steps = self.parts.sum(axis=1)
+        low, high = np.percentile(steps, (25, 75))
+        return np.asarray(self.parts[(steps >= low) & (steps <= high)].mean(axis=0))
+
+    @property
+    def step_s(self) -> float:
+        """Typical seconds of a step."""
+        return float(self.typical.sum())
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a run exchanges."""
+
+    bytes: int
+    through_mpi: bool
+    """By the means of the measured exchanges for sure. Horovod may have faster ones (NCCL); where it is faster, the
+    model gives the shape of the curve only."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step at any shape."""
+
+    own: Amdahl
+    """All but the exchange."""
+    exchange: ExchangeModel
+    gradients: Gradients
+    scale: float = 1.0
+    """Exchanges of the runs over those of the model, where they go by other means."""
+    excess_s: float = 0.0
+    """Exchanges of the runs beyond the model: waiting for slower ranks; negative where backward hides a part."""
+
+    def exchange_s(self, shape: Shape) -> float:
+        """The exchange's part of a step."""
+        if shape.ranks == 1:
+            return 0.0
+        return max(0.0, self.scale * self.exchange.seconds(shape, self.gradients.bytes) + self.excess_s)
+
+    def seconds(self, shape: Shape) -> float:
+        """A whole step."""
+        return self.own.seconds(shape.ranks) + self.exchange_s(shape)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One shape: what is expected there, and between which bounds."""
+
+    shape: Shape
+    step_s: float
+    low_s: float
+    high_s: float
+    exchange_s: float
+    efficiency: float
+    low: float
+    high: float
+    """Bounds of the efficiency."""
+
+
+def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gradients: Gradients) -> StepModel:
+    """A model of the step from runs of several shapes.
+
+    With weak scaling a rank's own work stays what it is on the fullest nodes measured; strong scaling divides it.
+    """
+    fullest = max(timing.shape.ranks_per_node for timing in timings)
+    own = [(timing, float(timing.step_s - timing.typical[EXCHANGE])) for timing in timings]
+    full = [pair for pair in own if pair[0].shape.ranks_per_node == fullest]
+    if mode == "weak":
+        work = Amdahl(float(np.median([seconds for _, seconds in full])), 0.0)
+    else:
+        chosen = full if len(full) > 1 else own
+        work = fit_amdahl([timing.shape.ranks for timing, _ in chosen], [seconds for _, seconds in chosen])
+    most = max(timing.shape.nodes for timing in timings)
+    spread = [each for each in timings if each.shape.ranks > 1 and (each.shape.nodes > 1 or most == 1)]
+    pairs = [(float(each.typical[EXCHANGE]), exchange.seconds(each.shape, gradients.bytes)) for each in spread]
+    known = [(measured, model) for measured, model in pairs if model > 0]
+    if not known:
+        return StepModel(work, exchange, gradients)
+    scale = float(np.median([measured / model for measured, model in known]))
+    if scale < 1 and not gradients.through_mpi:
+        return StepModel(work, exchange, gradients, scale=scale)
+    excess = float(np.median([measured - model for measured, model in known]))
+    return StepModel(work, exchange, gradients, excess_s=excess)
+
+
+def predict(
+    mode: Mode,
+    timings: Sequence[Timing],
+    samples: Sequence[Sample],
+    gradients: Gradients,
+    shapes: Sequence[Shape],
+    assumed: Link | None = None,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Steps at the given shapes, with bounds. Shapes that were measured keep their measured step.
+
+    The bounds are those of 200 fits to measurements drawn anew from those made (bootstrap), widened by the model's
+    worst misfit at measured shapes and by MODEL_ERROR of the exchange. What no measurement holds (slower switches
+    further up, another algorithm of the MPI library) the bounds do not hold either.
+
+    Args:
+        mode: whether work grows with the ranks.
+        timings: runs; the first is the base of the efficiency.
+        samples: measured exchanges.
+        gradients: what each step exchanges.
+        shapes: where to predict.
+        assumed: link between nodes, where none was measured.
+        seed: of the draws.
+    """
+    best = _model(mode, timings, samples, gradients, assumed)
+    generator = np.random.default_rng(seed)
+    drawn = [
+        _model(
+            mode,
+            [_redraw(timing, generator) for timing in timings],
+            _redraw_samples(samples, generator),
+            gradients,
+            assumed,
+        )
+        for _ in range(DRAWS)
+    ]
+    base, measured = timings[0], {timing.shape: timing for timing in timings}
+    fullest = max(timing.shape.ranks_per_node for timing in timings)
+    meant = [timing for timing in timings if mode == "strong" or timing.shape.ranks_per_node == fullest]
+    misfit = max(abs(best.seconds(timing.shape) / timing.step_s - 1) for timing in meant)
+    found = []
+    for shape in shapes:
+        if shape in measured:
+            timing = measured[shape]
+            step, exchange, spread = timing.step_s, float(timing.typical[EXCHANGE]), 0.0
+            draws = [_redraw(timing, generator).step_s for _ in range(DRAWS)]
+        else:
+            step, exchange, spread = best.seconds(shape), best.exchange_s(shape), misfit
+            draws = [model.seconds(shape) for model in drawn]
+        error = 0.0 if shape in measured else MODEL_ERROR * exchange
+        low_s, high_s = np.percentile(draws, BAND)
+        low = max(float(min(step, low_s)) / (1 + spread) - error, 1e-9)
+        high = float(max(step, high_s)) * (1 + spread) + error
+        mid, most, least = (efficiency(mode, base.shape, base.step_s, shape, each) for each in (step, low, high))
+        found.append(Prediction(shape, step, low, high, exchange, mid, least, most))
+    return found
+
+
+def efficiency(mode: Mode, base: Shape, base_s: float, shape: Shape, step_s: float) -> float:
+    """Speed a rank, in relation to the base's: 1 is ideal."""
+    ideal = base_s if mode == "weak" else base_s * base.ranks / shape.ranks
+    return ideal / step_s
+
+
+def _model(
+    mode: Mode, timings: Sequence[Timing], samples: Sequence[Sample], gradients: Gradients, assumed: Link | None
+) -> StepModel:
+    exchange = fit_exchange(samples)
+    return fit_steps(mode, timings, ExchangeModel(exchange.inside, exchange.between or assumed), gradients)
+
+
+def _redraw(timing: Timing, generator: np.random.Generator) -> Timing:
+    rows = generator.integers(0, len(timing.parts), len(timing.parts))
+    return Timing(timing.shape, timing.global_batch, timing.parts[rows])
+
+
+def _redraw_samples(samples: Sequence[Sample], generator: np.random.Generator) -> list[Sample]:
+    """As many of each shape and size as there are."""
+    groups: dict[tuple[Shape, int], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.shape, sample.bytes), []).append(sample)
+    return [group[index] for group in groups.values() for index in generator.integers(0, len(group), len(group))]

@@ -1,0 +1,182 @@
+"""What ``hpctrain bench scaling`` says: numbers for JSON, tables and a recommendation for people. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape, fit_amdahl, fit_exchange
+from hpctrain.bench.scaling.model import PARTS, Gradients, Mode, Prediction, Timing, efficiency, predict
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """How far it is worth going."""
+
+    shape: Shape | None
+    """The largest shape with enough efficiency; None where even the smallest lacks it."""
+    sentence: str
+
+
+def recommend(mode: Mode, predictions: Sequence[Prediction], threshold: float) -> Recommendation:
+    """The largest shape up to which the expected efficiency stays at or above a threshold. Predictions by size."""
+    good = list(itertools.takewhile(lambda each: each.efficiency >= threshold, predictions))
+    if not good:
+        first = predictions[0]
+        return Recommendation(None, f"{mode} scaling: not even {first.shape} reaches {threshold:.0%}: {_said(first)}")
+    last = good[-1]
+    text = f"{mode} scaling: worth it up to {last.shape}, at {_said(last)}"
+    if len(good) == len(predictions):
+        return Recommendation(last.shape, f"{text}; nothing larger was looked at")
+    after = predictions[len(good)]
+    doubt = f", and might still reach {threshold:.0%}" if after.high >= threshold else ""
+    share = after.exchange_s / after.step_s
+    return Recommendation(
+        last.shape, f"{text}; {after.shape} would have {_said(after)}{doubt}; exchange would take {share:.0%} of a step"
+    )
+
+
+def mode_result(
+    mode: Mode,
+    timings: Sequence[Timing],
+    crowded: Sequence[Shape],
+    samples: Sequence[Sample],
+    gradients: Gradients,
+    larger: Sequence[Shape],
+    assumed: Link | None,
+    threshold: float,
+) -> dict[str, Any]:
+    """Everything about one mode, for JSON.
+
+    Args:
+        mode: weak or strong.
+        timings: by size.
+        crowded: shapes with more threads than cores, which no fit takes.
+        samples: measured exchanges.
+        gradients: what a step exchanges.
+        larger: shapes beyond those measured.
+        assumed: link between nodes, where none was measured.
+        threshold: least efficiency that is worth it.
+    """
+    base = timings[0]
+    result: dict[str, Any] = {"measured": [_measured(mode, base, each, crowded) for each in timings]}
+    fair = [timing for timing in timings if timing.shape not in crowded]
+    if len(fair) < 2:
+        sentence = f"{mode} scaling: nothing to recommend, for fewer than two sizes have a core for each thread"
+        return result | {"predicted": [], "recommended_ranks": None, "recommendation": sentence}
+    if mode == "strong":
+        law = fit_amdahl([each.shape.ranks for each in fair], [each.step_s for each in fair])
+        result["amdahl_serial_fraction"] = law.serial_fraction
+    every = [*(each.shape for each in fair), *larger]
+    predictions = predict(mode, fair, samples, gradients, every, assumed)
+    advice = recommend(mode, predictions, threshold)
+    return result | {
+        "predicted": [_predicted(each) for each in predictions],
+        "recommended_ranks": advice.shape.ranks if advice.shape else None,
+        "recommendation": advice.sentence,
+    }
+
+
+def exchange_result(samples: Sequence[Sample], assumed: Link | None) -> dict[str, Any]:
+    """The measured exchanges beside their model, for JSON."""
+    fitted = fit_exchange(samples)
+    model = ExchangeModel(fitted.inside, fitted.between or assumed)
+    groups: dict[tuple[Shape, int], list[float]] = {}
+    for sample in samples:
+        groups.setdefault((sample.shape, sample.bytes), []).append(sample.seconds)
+    rows = [
+        {
+            "nodes": shape.nodes,
+            "ranks": shape.ranks,
+            "bytes": size,
+            "median_s": float(np.median(seconds)),
+            "model_s": model.seconds(shape, size),
+        }
+        for (shape, size), seconds in groups.items()
+    ]
+    return {
+        "measured": rows,
+        "inside_node": _link(model.inside),
+        "between_nodes": _link(model.between),
+        "between_nodes_assumed": fitted.between is None and assumed is not None,
+    }
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """For people."""
+    lines = [f"{result['run']}: {result['framework']}, {result['reducer']}, {result['gradient_bytes'] / 2**20:.3g} MiB"]
+    lines[0] += f" of gradients, {result['threads']} thread(s) a rank"
+    for name, link in (("in a node", "inside_node"), ("between nodes", "between_nodes")):
+        if found := result["exchange"][link]:
+            said = "assumed" if link == "between_nodes" and result["exchange"]["between_nodes_assumed"] else "fitted"
+            rate = f"{found['bytes_per_s'] / 1e9:.3g} GB/s" if found["bytes_per_s"] else "no limit seen in bandwidth"
+            lines.append(f"exchange {name} ({said}): {1e6 * found['alpha_s']:.3g} us a message, {rate}")
+    for mode, found in result["modes"].items():
+        lines += ["", f"{mode} scaling, ms a step", _head()]
+        lines += [_measured_line(row) for row in found["measured"]]
+        measured = {(row["nodes"], row["ranks"]) for row in found["measured"]}
+        lines += [_predicted_line(row) for row in found["predicted"] if (row["nodes"], row["ranks"]) not in measured]
+        if "amdahl_serial_fraction" in found:
+            lines.append(f"serial fraction by Amdahl's law: {found['amdahl_serial_fraction']:.3f}")
+    lines += ["", *(f"WARNING: {warning}" for warning in result["warnings"])]
+    lines += [found["recommendation"] for found in result["modes"].values()]
+    return "\n".join(lines)
+
+
+def _measured(mode: Mode, base: Timing, timing: Timing, crowded: Sequence[Shape]) -> dict[str, Any]:
+    low, high = np.percentile(timing.parts.sum(axis=1), (25, 75))
+    return {
+        "nodes": timing.shape.nodes,
+        "ranks": timing.shape.ranks,
+        "global_batch": timing.global_batch,
+        "intervals": len(timing.parts),
+        "step_s": timing.step_s,
+        "step_quartiles_s": [float(low), float(high)],
+        **{f"{name}_s": float(seconds) for name, seconds in zip(PARTS, timing.typical, strict=True)},
+        "samples_per_s": timing.global_batch / timing.step_s,
+        "efficiency": efficiency(mode, base.shape, base.step_s, timing.shape, timing.step_s),
+        "oversubscribed": timing.shape in crowded,
+    }
+
+
+def _predicted(each: Prediction) -> dict[str, Any]:
+    return {
+        "nodes": each.shape.nodes,
+        "ranks": each.shape.ranks,
+        "step_s": each.step_s,
+        "step_bounds_s": [each.low_s, each.high_s],
+        "exchange_s": each.exchange_s,
+        "efficiency": each.efficiency,
+        "efficiency_bounds": [each.low, each.high],
+    }
+
+
+def _link(link: Link | None) -> dict[str, Any] | None:
+    if link is None:
+        return None
+    return {"alpha_s": link.alpha_s, "bytes_per_s": 1 / link.s_per_byte if link.s_per_byte else None}
+
+
+def _head() -> str:
+    parts = "".join(f"{name:>10}" for name in PARTS)
+    return f"{'nodes':>5}{'ranks':>7}{'step':>10}{parts}{'samples/s':>11}{'efficiency':>12}"
+
+
+def _measured_line(row: Mapping[str, Any]) -> str:
+    parts = "".join(f"{1e3 * row[f'{name}_s']:>10.2f}" for name in PARTS)
+    text = f"{row['nodes']:>5}{row['ranks']:>7}{1e3 * row['step_s']:>10.2f}{parts}{row['samples_per_s']:>11.4g}"
+    return f"{text}{row['efficiency']:>12.0%}" + ("  more threads than cores" if row["oversubscribed"] else "")
+
+
+def _predicted_line(row: Mapping[str, Any]) -> str:
+    low, high = row["efficiency_bounds"]
+    text = f"{row['nodes']:>5}{row['ranks']:>7}{1e3 * row['step_s']:>10.2f}{'':>10}{1e3 * row['exchange_s']:>10.2f}"
+    return f"{text}{'':>31}{row['efficiency']:>12.0%}  predicted, {low:.0%} to {high:.0%}"
+
+
+def _said(prediction: Prediction) -> str:
+    return f"{prediction.efficiency:.0%} efficiency ({prediction.low:.0%} to {prediction.high:.0%})"

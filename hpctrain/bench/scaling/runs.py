@@ -1,0 +1,128 @@
+"""Starts the runs of ``hpctrain bench scaling``, here or as Slurm jobs, and reads what they left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.bench.scaling.fit import Sample, Shape
+from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Timing
+from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, Job
+from hpctrain.config.loading import dump
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.run.folder import RunDir, write_atomically
+
+PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": REST}
+"""Parts by phase; every other phase computes."""
+
+
+def write(jobs: Sequence[Job], output: Path) -> None:
+    """Writes a run file for each job.
+
+    Raises:
+        UserError: the folder holds those of another measurement.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        file, text = run_file(job), dump(job.config)
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{output} holds measurements of another run file, or with other options",
+                "name another folder with --output, or remove this one",
+            )
+        write_atomically(file, text.encode())
+
+
+def run_here(jobs: Sequence[Job]) -> None:
+    """Runs on this machine one after the other, as ``hpctrain run -n N`` does. What is done already is not repeated.
+
+    Raises:
+        RunFailed: one of them failed.
+    """
+    for number, job in enumerate(jobs, 1):
+        if not is_done(job):
+            print(f"{number} of {len(jobs)}: {job.name}", file=sys.stderr, flush=True)
+            _run(job, ["run", "-n", str(job.shape.ranks), str(run_file(job))])
+
+
+def run_on_slurm(jobs: Sequence[Job]) -> None:
+    """Submits what is not done yet, all at once, and returns when all have ended.
+
+    Raises:
+        RunFailed: some failed; the first is named.
+    """
+    todo = [job for job in jobs if not is_done(job)]
+    print(f"submitting {len(todo)} jobs, and waiting for them", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(max(1, len(todo))) as pool:
+        ended = [pool.submit(_run, job, ["submit", "--wait", str(run_file(job))]) for job in todo]
+    for future in ended:
+        future.result()
+
+
+def run_file(job: Job) -> Path:
+    """Beside the run folder."""
+    assert job.config.run_dir is not None, "every job has its folder"
+    return Path(job.config.run_dir).with_suffix(".yaml")
+
+
+def is_done(job: Job) -> bool:
+    """Whether the job's run folder holds its result."""
+    run = RunDir.for_config(job.config)
+    if job.global_batch is None:
+        return (run.path / EXCHANGE_FILE).exists()
+    return any(event["event"] == "run_finished" and event["reason"] == "completed" for event in run.read_events())
+
+
+def timings(jobs: Sequence[Job]) -> list[Timing]:
+    """Steps of the training runs, by shape and batch: the intervals of all rounds together."""
+    found: dict[tuple[Shape, int], list[Any]] = {}
+    for job in jobs:
+        if job.global_batch is not None:
+            found.setdefault((job.shape, job.global_batch), []).append(intervals(RunDir.for_config(job.config)))
+    return [Timing(shape, batch, np.concatenate(rounds)) for (shape, batch), rounds in found.items()]
+
+
+def intervals(run: RunDir) -> Any:
+    """float64[intervals, 4]: seconds of a step by PARTS, without those that warm up and the one that evaluates."""
+    rows = []
+    for event in run.read_events():
+        if event["event"] == "train":
+            row = np.zeros(len(PARTS))
+            for phase, seconds in event["seconds"].items():
+                row[PART_OF.get(phase, COMPUTE)] += seconds / event["steps"]
+            rows.append(row)
+    return np.array(rows[WARM_UP:-1])
+
+
+def samples(jobs: Sequence[Job]) -> list[Sample]:
+    """Measured exchanges."""
+    found = []
+    for job in jobs:
+        if job.global_batch is None:
+            rows = json.loads((RunDir.for_config(job.config).path / EXCHANGE_FILE).read_text())["rows"]
+            found += [Sample(job.shape, row["bytes"], row["seconds"], row["ring"]) for row in rows]
+    return found
+
+
+def started(jobs: Sequence[Job]) -> dict[str, Any]:
+    """``run_started`` of the training run with the most ranks."""
+    last = max((job for job in jobs if job.global_batch is not None), key=lambda job: job.shape.ranks)
+    events = RunDir.for_config(last.config).read_events()
+    return next(event for event in events if event["event"] == "run_started")
+
+
+def _run(job: Job, words: Sequence[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "hpctrain", *words], capture_output=True, text=True, check=False)
+    if not is_done(job):
+        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+        raise RunFailed(
+            f"{job.name} ended with exit code {done.returncode} and without a result:\n{said}",
+            f"hpctrain explain {job.config.run_dir} tells why; the same command then goes on with what is missing",
+        )

@@ -1,0 +1,51 @@
+"""Which writer writes which rows of the state that is equal on all ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec
+
+SPLIT_BYTES = 1 << 20
+"""Tensors from this size are split by rows; smaller ones go to one writer."""
+
+
+def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[Piece]]:
+    """Splits the tensors' bytes evenly, in order: writer w gets the w-th run of pieces.
+
+    Every rank computes the same result from the same tensors, so nothing has to be agreed on. A part differs from the
+    mean by at most SPLIT_BYTES or one row at each end.
+    """
+    ends = list(accumulate(tensor.num_bytes for tensor in tensors))
+    total = ends[-1] if ends else 0
+    cuts = [(0, 0)]
+    cuts += [cut(tensors, ends, total * writer // num_writers) for writer in range(1, num_writers)]
+    cuts.append((len(tensors), 0))
+    return [pieces_between(tensors, first, last) for first, last in pairwise(cuts)]
+
+
+def cut(tensors: Sequence[TensorSpec], ends: Sequence[int], target: int) -> tuple[int, int]:
+    """(tensor, row) before which to cut, next to a position in the tensors' bytes."""
+    index = bisect_right(ends, target)
+    if index == len(tensors):
+        return index, 0
+    tensor = tensors[index]
+    into = target - (ends[index] - tensor.num_bytes)
+    if tensor.num_bytes >= SPLIT_BYTES:
+        row = (into + tensor.row_bytes // 2) // tensor.row_bytes
+        return (index, row) if row < tensor.rows else (index + 1, 0)
+    return (index, 0) if 2 * into < tensor.num_bytes else (index + 1, 0)
+
+
+def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: tuple[int, int]) -> list[Piece]:
+    """The pieces from one cut to the next."""
+    pieces = []
+    for index in range(first[0], min(last[0] + 1, len(tensors))):
+        begin = first[1] if index == first[0] else 0
+        end = last[1] if index == last[0] else tensors[index].rows
+        empty = tensors[index].rows == 0 and index < last[0]
+        if end > begin or empty:
+            pieces.append(Piece(tensors[index], begin, end - begin))
+    return pieces

@@ -1,0 +1,240 @@
+"""One shard: an image of the HDF5 file in memory, filled in place, written and read in large blocks.
+
+h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the
+file is either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their
+offsets and the image is written as a whole: no call into the library, and no lock of it, while training goes on.
+Reading needs only the offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that
+could be damaged.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.files import BLOCK_BYTES, open_regular, write_durably
+from hpctrain.checkpoint.format.checksum import checksums
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Piece, Shard
+from hpctrain.checkpoint.format.manifest import piece_text, shard_text
+
+ALIGNMENT_BYTES = 64
+"""A cache line: arrays can be used where they lie in the image."""
+METADATA_BLOCK_BYTES = 1 << 16
+PAGE_BYTES = 512
+"""Of a file under construction: metadata of a few hundred bytes lies between the tensors."""
+
+
+class SparseFile:
+    """The file object that h5py writes a skeleton to: holds the pages that were written, nothing for the rest."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bytearray] = {}
+        self.position = 0
+        self.size = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of io.RawIOBase."""
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
+        return self.position
+
+    def tell(self) -> int:
+        """As of io.RawIOBase."""
+        return self.position
+
+    def flush(self) -> None:
+        """As of io.RawIOBase."""
+
+    def truncate(self, size: int | None = None) -> int:
+        """As of io.RawIOBase."""
+        self.size = self.position if size is None else size
+        return self.size
+
+    def read(self, count: int) -> bytes:
+        """As of io.RawIOBase."""
+        data = bytearray(count)
+        return bytes(data[: self.readinto(data)])
+
+    def readinto(self, buffer: Any) -> int:
+        """As of io.RawIOBase."""
+        view = memoryview(buffer).cast("B")
+        for page, begin, end, at in self._spans(len(view)):
+            view[at : at + end - begin] = self.pages[page][begin:end] if page in self.pages else bytes(end - begin)
+        self.position += len(view)
+        return len(view)
+
+    def write(self, data: Any) -> int:
+        """As of io.RawIOBase."""
+        view = memoryview(data).cast("B")
+        for page, begin, end, at in self._spans(len(view)):
+            self.pages.setdefault(page, bytearray(PAGE_BYTES))[begin:end] = view[at : at + end - begin]
+        self.position += len(view)
+        self.size = max(self.size, self.position)
+        return len(view)
+
+    def _spans(self, count: int) -> list[tuple[int, int, int, int]]:
+        """(page, begin in it, end in it, begin in the data) of ``count`` bytes from the position on."""
+        spans = []
+        at = 0
+        while at < count:
+            page, begin = divmod(self.position + at, PAGE_BYTES)
+            end = min(PAGE_BYTES, begin + count - at)
+            spans.append((page, begin, end, at))
+            at += end - begin
+        return spans
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """An HDF5 file without the values: the bytes outside of them, and where they belong."""
+
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    pages: dict[int, bytearray]
+
+
+def skeleton(pieces: Sequence[Piece]) -> Skeleton:
+    """Lays out a file for these pieces; the same pieces give the same bytes."""
+    file = SparseFile()
+    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    link.set_create_intermediate_group(True)
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.CONTIGUOUS)
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    create.set_obj_track_times(False)
+    layout = {
+        "alignment_threshold": 1,
+        "alignment_interval": ALIGNMENT_BYTES,
+        "meta_block_size": METADATA_BLOCK_BYTES,
+        "libver": ("v108", "v108"),
+    }
+    with h5py.File(file, "w", **layout) as target:
+        offsets = [create_dataset(target, piece, link, create) for piece in pieces]
+    return Skeleton(tuple(pieces), tuple(offsets), file.size, file.pages)
+
+
+def create_dataset(target: h5py.File, piece: Piece, link: Any, create: Any) -> int:
+    """An empty dataset; returns where its bytes will be."""
+    item_type = h5py.h5t.py_create(ITEM_TYPES[piece.tensor.dtype], logical=True)
+    space = h5py.h5s.create_simple(piece.shape) if piece.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    dataset = h5py.h5d.create(target.id, piece.tensor.name.encode(), item_type, space, create, link)
+    return int(dataset.get_offset()) if piece.num_bytes else 0
+
+
+def host_buffer(num_bytes: int) -> NDArray[np.uint8]:
+    """Page-aligned memory, touched so that the first snapshot does not pay for it."""
+    buffer = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    buffer[:: mmap.PAGESIZE] = 0
+    return buffer
+
+
+class ShardImage:
+    """A shard in memory: ``views`` are arrays over it, one for each piece, to be filled before each write."""
+
+    def __init__(self, plan: Skeleton, allocate: Callable[[int], NDArray[np.uint8]] = host_buffer) -> None:
+        self.pieces = plan.pieces
+        self.buffer = allocate(plan.num_bytes)
+        for page, data in plan.pages.items():
+            part = self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+            part[:] = np.frombuffer(data, dtype=np.uint8)[: part.size]
+        layout = sorted(zip(plan.offsets, plan.pieces, strict=True), key=lambda placed: placed[0])
+        self.views = [
+            view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
+        ]
+        self.extents = [(offset, piece.num_bytes) for offset, piece in layout]
+        self.texts = [piece_text(piece, offset) for offset, piece in layout]
+
+    def first_not_finite(self, names: Collection[str]) -> str | None:
+        """The first tensor among these that holds a NaN or infinity here."""
+        for view, piece in zip(self.views, self.pieces, strict=True):
+            if piece.tensor.name in names and not all_finite(view, piece.tensor.dtype):
+                return piece.tensor.name
+        return None
+
+    def write(self, path: Path) -> bytes:
+        """Writes a new file, durably, and sums it up meanwhile; returns its entry of the manifest. Raises OSError."""
+        with ThreadPoolExecutor(1, "checksum") as helper:
+            summing = helper.submit(checksums, self.buffer, self.extents)
+            write_durably(path, self.buffer)
+            whole, sums = summing.result()
+        return shard_text(path.name, self.buffer.size, whole, self.texts, sums)
+
+
+def view_of(buffer: NDArray[np.uint8], piece: Piece, offset: int) -> NDArray[Any]:
+    """The piece's values as an array over its bytes in a shard's image."""
+    return np.ndarray(piece.shape, ITEM_TYPES[piece.tensor.dtype], buffer, offset)
+
+
+def all_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Whether no value of an array of this logical dtype is NaN or infinite."""
+    if dtype == "bfloat16":
+        return not np.any(values & 0x7F80 == 0x7F80)  # all bits of the exponent
+    with np.errstate(all="ignore"):  # a sum reads as fast as memory gives, and hides neither NaN nor infinity
+        total = np.add.reduce(values, axis=None, dtype=np.float32 if dtype == "float16" else None)
+    return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
+
+
+def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
+    """All bytes of a shard, after their checksum.
+
+    Raises:
+        DamagedCheckpoint: the file is missing, a link, of another size, unreadable, or not what was once written.
+    """
+    path = folder / shard.file
+    try:
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != shard.num_bytes:
+                raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
+            buffer, crc = read_all(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    if crc != shard.crc32:
+        raise DamagedCheckpoint(f"{path} is damaged: {damage(buffer, shard)}")
+    return buffer
+
+
+def read_all(descriptor: int, size: int) -> tuple[NDArray[np.uint8], int]:
+    """A file's bytes and their CRC-32, summed by another thread while the next block is read."""
+    buffer = np.empty(size, dtype=np.uint8)
+    view = buffer.data
+    position = crc = 0
+
+    def add(part: memoryview) -> None:
+        nonlocal crc
+        crc = zlib.crc32(part, crc)
+
+    with ThreadPoolExecutor(1, "checksum") as helper:
+        while position < size:
+            count = os.preadv(descriptor, [view[position : position + BLOCK_BYTES]], position)
+            if count == 0:
+                raise OSError(f"the file ends after {position} of {size} bytes")
+            helper.submit(add, view[position : position + count])
+            position += count
+    return buffer, crc
+
+
+def damage(buffer: NDArray[np.uint8], shard: Shard) -> str:
+    """Which tensors of a shard are not what they were."""
+    view = buffer.data
+    names = [
+        stored.piece.tensor.name
+        for stored in shard.pieces
+        if zlib.crc32(view[stored.offset : stored.offset + stored.piece.num_bytes]) != stored.crc32
+    ]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"the checksum of {listed or 'the bytes between the tensors'} does not match"

@@ -1,0 +1,182 @@
+"""``hpctrain ckpt ls|verify|inspect|diff|export``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.reading import Loaded
+    from hpctrain.checkpoint.store import CheckpointStore
+
+PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder"
+SUFFIXES = (".safetensors", ".pt", ".weights.h5")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The group's own commands."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|inspect|diff|export")
+    ls = actions.add_parser("ls", help="checkpoints of a run")
+    verify = actions.add_parser("verify", help="read every byte and compare checksums; exit code 70 if one is damaged")
+    inspect = actions.add_parser("inspect", help="what is in a checkpoint: names, types, shapes, min, mean, max, NaN")
+    diff = actions.add_parser("diff", help="which tensors differ between two checkpoints; exit code 1 if any does")
+    export = actions.add_parser("export", help="write a checkpoint's weights for other programs")
+    for action in (ls, verify, inspect, export):
+        action.add_argument("path", help=PATH_HELP)
+    for action in (verify, inspect, export):
+        action.add_argument("--step", type=int, help="checkpoint of this step; by default the newest (verify: all)")
+    inspect.add_argument("--name", default="", help="only tensors below this name, such as model")
+    diff.add_argument("first", help=PATH_HELP)
+    diff.add_argument("second", help="likewise")
+    export.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help=f"its suffix decides: {', '.join(SUFFIXES)}"
+    )
+    export.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
+    for action in (ls, verify, inspect, diff, export):
+        action.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; an exit code."""
+    return {"ls": ls, "verify": verify, "inspect": inspect, "diff": diff, "export": export}[args.action](args)
+
+
+def ls(args: argparse.Namespace) -> int:
+    """Lists checkpoints by their manifests."""
+    from hpctrain.checkpoint.locate import locate
+
+    store, only = locate(args.path)
+    rows = [describe(store, step) for step in store.steps() if only in (None, step)]
+    emit(args, rows, (row_text(row) for row in rows))
+    return ExitCode.DONE
+
+
+def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """One row of ``ls``."""
+    from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+
+    row: dict[str, Any] = {"step": step, "path": str(store.folder(step))}
+    try:
+        manifest = store.manifest(step)
+    except DamagedCheckpoint as error:
+        return row | {"problem": error.what}
+    meta = manifest.meta
+    numbers = {"bytes": manifest.num_bytes, "ranks": manifest.ranks, "tensors": len(manifest.tensors())}
+    return (
+        row | numbers | {"time": meta.get("time"), "framework": meta.get("framework"), "best": bool(meta.get("best"))}
+    )
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A row of ``ls`` for people."""
+    if "problem" in row:
+        return f"step {row['step']:>9}  DAMAGED: {row['problem']}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else ""
+    best = "  best" if row["best"] else ""
+    return (
+        f"step {row['step']:>9}  {when:19}  {row['bytes'] / 1e6:10.1f} MB  {row['ranks']:>4} ranks  {row['path']}{best}"
+    )
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Reads everything and compares checksums."""
+    from hpctrain.checkpoint.locate import locate
+    from hpctrain.checkpoint.verify import verify as verify_one
+
+    store, only = locate(args.path, args.step)
+    verdicts = [verify_one(store, step) for step in store.steps() if only in (None, step)]
+    rows = [{**dataclasses.asdict(one), "path": str(one.path), "sound": not one.problems} for one in verdicts]
+    emit(args, rows, (f"{one.path}: {'; '.join(one.problems) or 'sound'}" for one in verdicts))
+    return ExitCode.FAILURE if any(one.problems for one in verdicts) else ExitCode.DONE
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Shows the tensors of a checkpoint as a tree."""
+    from hpctrain.checkpoint.inspect import summaries, tree
+
+    loaded = load(args.path, args.step)
+    found = summaries(loaded, args.name)
+    if not found:
+        raise UserError(f"{loaded.path} has no tensor below {args.name}", "inspect it without --name to see all names")
+    rows = {"step": loaded.step, "meta": loaded.meta, "tensors": [dataclasses.asdict(one) for one in found]}
+    emit(args, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *tree(found)])
+    return ExitCode.DONE
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Compares two checkpoints."""
+    from hpctrain.checkpoint.inspect import differences
+
+    first, second = load(args.first), load(args.second)
+    found = differences(first, second)
+    same = len(first.arrays.keys() & second.arrays.keys()) - sum(not one.kind.startswith("only") for one in found)
+    amounts = [f" ({one.changed} differ, by at most {one.largest})" if one.changed else "" for one in found]
+    lines = [f"{one.name}: {one.kind}{amount}" for one, amount in zip(found, amounts, strict=True)]
+    different = [dataclasses.asdict(one) for one in found]
+    rows = {"first": str(first.path), "second": str(second.path), "equal": same, "different": different}
+    emit(args, rows, [*lines, f"{same} tensors are equal, {len(found)} differ"])
+    return 1 if found else ExitCode.DONE
+
+
+def export(args: argparse.Namespace) -> int:
+    """Writes weights in another format."""
+    from hpctrain.checkpoint.exports.weights import export_safetensors
+
+    output = Path(args.output)
+    if not args.output.endswith(SUFFIXES):
+        raise UserError(f"--output is {args.output}: its suffix names no format", f"end it in {', '.join(SUFFIXES)}")
+    loaded = load(args.path, args.step)
+    if args.output.endswith(".safetensors"):
+        export_safetensors(loaded, output, args.ema)
+    elif args.output.endswith(".pt"):
+        from hpctrain.checkpoint.exports.torch_state_dict import export_state_dict
+
+        export_state_dict(loaded, output, args.ema)
+    else:
+        export_weights_h5(loaded, output, args.ema)
+    row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
+    emit(args, row, [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"])
+    return ExitCode.DONE
+
+
+def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
+    """Through the model that the run's task makes: Keras files number layers as the model holds them."""
+    from hpctrain.checkpoint.exports.weights import replace_whole, weights
+    from hpctrain.comm.world import alone
+    from hpctrain.tasks.definition import KerasTask
+    from hpctrain.tasks.loading import load_task
+
+    config = loaded.meta.get("identity", {}).get("config")
+    if not config:
+        raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
+    task = load_task(config["task"], config["task_args"], alone(), config["seed"], config["train"]["precision"])
+    if not isinstance(task, KerasTask):
+        raise UserError(f"{config['task']} is not a Keras task", "export it to a .pt or .safetensors file")
+    from hpctrain.checkpoint.exports.tensorflow_weights import export_keras
+
+    arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}
+    replace_whole(output, lambda path: export_keras(task.model, arrays, path))
+
+
+def load(path: str, step: int | None = None) -> Loaded:
+    """A checkpoint by what the user typed; the newest must be sound, no older one is taken in its place."""
+    from hpctrain.checkpoint.locate import locate
+
+    store, found = locate(path, step)
+    return store.load(store.steps()[-1] if found is None else found)
+
+
+def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) -> None:
+    """JSON, or lines for people."""
+    if args.json:
+        print(json.dumps(rows))
+        return
+    for line in lines:
+        print(line)

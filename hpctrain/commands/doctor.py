@@ -1,0 +1,65 @@
+"""``hpctrain doctor``: what is installed, what is wrong, how to fix it. Works without any framework and without MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ExitCode, HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.doctor.finding import Finding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See ``cli``."""
+    parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are looked at, too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Looks at this machine; 64 if there is a problem."""
+    from hpctrain.doctor import machine, slurm, software
+
+    folder = Path("runs").absolute()
+    more: list[Finding] = []
+    if args.run_file:
+        from hpctrain.doctor import task
+        from hpctrain.run.folder import RunDir
+
+        config, more = task.findings(args.run_file)
+        folder = RunDir.for_config(config).path if config else folder
+    found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
+    return show(found, args.json)
+
+
+def on_ranks(ranks: int, as_json: bool) -> int:
+    """Looks at MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
+    from hpctrain.doctor import ranks as between
+    from hpctrain.doctor.finding import problem
+
+    try:
+        found = between.findings(ranks)
+    except HpctrainError as error:
+        found = [problem("ranks", error.what, error.fix)]
+    return show(found, as_json)
+
+
+def show(found: Sequence[Finding], as_json: bool) -> int:
+    """Prints findings; the exit code."""
+    from hpctrain.doctor.finding import Status
+
+    problems = sum(finding.status is Status.PROBLEM for finding in found)
+    if as_json:
+        print(json.dumps({"ok": problems == 0, "findings": [finding.to_json() for finding in found]}, indent=1))
+    else:
+        width = max(len(finding.topic) for finding in found)
+        for finding in found:
+            print(f"{finding.status.value:<8}{finding.topic:<{width}}  {finding.value}")
+            if finding.fix and finding.status is not Status.OK:
+                print(f"{'':<{8 + width}}  fix: {finding.fix}")
+        print(f"\n{problems or 'no'} problem{'s' if problems != 1 else ''}")
+    return ExitCode.USER_ERROR if problems else ExitCode.DONE

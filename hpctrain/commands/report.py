@@ -1,0 +1,125 @@
+"""``hpctrain report``, ``explain`` and ``compare``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UserError
+from hpctrain.run.folder import RunDir, write_atomically
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command that ``args.command`` names."""
+    command = parser.get_default("command")
+    many = command == "compare"
+    parser.add_argument("runs" if many else "run", nargs="+" if many else None, help="run folder or run file")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    if command != "explain":
+        parser.add_argument(
+            "-o", "--output", help="HTML file; by default report.html in the run folder" if not many else "HTML file"
+        )
+    if command == "report":
+        parser.add_argument("--png", metavar="FOLDER", help="write the plots as PNG files into this folder, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; an exit code."""
+    return {"report": report, "explain": explain, "compare": compare}[args.command](args)
+
+
+def report(args: argparse.Namespace) -> int:
+    """One HTML file, PNG files if asked for, or JSON."""
+    from hpctrain.report import heat, page
+    from hpctrain.report.explain import explain as explain_run
+    from hpctrain.report.summary import summarize
+    from hpctrain.run.history import read
+
+    run_dir = find_run(args.run)
+    data = read(run_dir)
+    if args.json:
+        print(json.dumps({**summarize(data), "explanation": asdict(explain_run(data))}, indent=1, default=str))
+        return 0
+    path = Path(args.output) if args.output else run_dir.path / "report.html"
+    text = page.render(data, explain_run(data), heat.read(run_dir))
+    write_atomically(path, text.encode())
+    print(path)
+    if args.png:
+        from hpctrain.report.figures import save_figures
+
+        for picture in save_figures(data, Path(args.png)):
+            print(picture)
+    return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    """One paragraph."""
+    from rich.console import Console
+
+    from hpctrain.report.explain import explain as explain_run
+    from hpctrain.run.history import read
+
+    answer = explain_run(read(find_run(args.run)))
+    if args.json:
+        print(json.dumps(asdict(answer), indent=1))
+        return 0
+    Console(highlight=False, markup=False, soft_wrap=False).print(f"{answer.title}. {answer.text}")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Tables, and an HTML file with overlays if asked for."""
+    from hpctrain.report import page
+    from hpctrain.report.compare import compare as compare_runs
+    from hpctrain.report.compare import overlays
+    from hpctrain.run.history import read
+
+    runs = [read(find_run(name)) for name in args.runs]
+    result = compare_runs(runs)
+    if args.json:
+        print(json.dumps(result, indent=1, default=str))
+    else:
+        print_comparison(result)
+    if args.output:
+        write_atomically(Path(args.output), page.render_comparison(result, overlays(runs, result["runs"])).encode())
+        print(args.output)
+    return 0
+
+
+def print_comparison(result: Mapping[str, Any]) -> None:
+    """Two tables: what differs in the run files, and the results."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hpctrain.report.page import number
+
+    for title in ("configuration", "results"):
+        table = Table(title=title, title_justify="left", box=None)
+        table.add_column("")
+        for name in result["runs"]:
+            table.add_column(name)
+        for key, values in result[title].items():
+            table.add_row(key, *(number(value) for value in values))
+        Console(highlight=False, markup=False).print(table)
+
+
+def find_run(name: str) -> RunDir:
+    """The run folder that is named, or that a run file names.
+
+    Raises:
+        UserError: neither is there.
+    """
+    path = Path(name)
+    if path.is_file():
+        from hpctrain.config.loading import load
+
+        path = RunDir.for_config(load(path)).path
+    if not path.is_dir():
+        raise UserError(
+            f"there is no run folder {path}", "give a run folder, or the run file of a run that was started"
+        )
+    return RunDir(path.absolute())

@@ -1,0 +1,52 @@
+"""``hpctrain status | logs``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hpctrain.commands.slurm import show
+from hpctrain.errors import ExitCode, UserError
+from hpctrain.launch.engines.slurm import logs as run_logs
+from hpctrain.launch.engines.slurm import status as run_status
+from hpctrain.launch.engines.slurm import submission
+from hpctrain.run import live_lock
+from hpctrain.run.folder import RunDir
+
+FOLLOW_S = 0.5
+"""Seconds between two readings of a log that is followed."""
+
+
+def status(args: argparse.Namespace) -> int:
+    """Prints where the run, or each element of an array, stands; without Slurm, what the run folder knows."""
+    found = run_status.of_runs(submission.runs(args.target))
+    show(args, [each.plain() for each in found], run_status.lines(found))
+    return ExitCode.DONE
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Prints logs of ranks."""
+    run = submission.folder(args.target)
+    found = run_logs.find(run, args.rank, args.attempt)
+    if args.first_error:
+        error = run_logs.first_error(found)
+        said = {"file": str(error[0].path), "rank": error[0].rank, "text": error[1]} if error else {}
+        show(args, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
+        return ExitCode.DONE
+    if not found:
+        raise UserError(f"{run.logs} holds no such log", "hpctrain status tells whether the job has started")
+    if args.follow:
+        # Rank 0 prints into the job's log.
+        wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])
+        for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return ExitCode.DONE
+    data = [{"file": str(log.path), "rank": log.rank, "attempt": log.attempt} for log in found]
+    show(args, data, [f"==> {log.path} <==\n{log.path.read_text(errors='replace')}" for log in found])
+    return ExitCode.DONE
+
+
+def is_over(run: RunDir) -> bool:
+    """Whether nobody works on the run, and no job of it waits."""
+    return live_lock.at_work(run) is None and not submission.goes_on(run)

@@ -1,0 +1,74 @@
+"""``hpctrain track sync|register|card``: what a run hands over after it has ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from hpctrain.errors import ExitCode, MissingExtra, RunFailed, UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand for each."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    sync = commands.add_parser("sync", help="send MLflow what its server missed while it was down")
+    register = commands.add_parser("register", help="register a checkpoint's model in MLflow, with its provenance")
+    card = commands.add_parser("card", help="print a model card in Markdown")
+    for each in (sync, register, card):
+        each.add_argument("run", help="run folder or run file")
+    for each in (sync, register):
+        each.add_argument("--uri", help="tracking server or folder; by default the run file's track.mlflow")
+    for each in (register, card):
+        each.add_argument("--step", type=int, help="checkpoint; by default the newest sound one")
+    register.add_argument("--name", help="name in the model registry; by default the run's")
+    register.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the action; an exit code."""
+    return {"sync": sync, "register": register, "card": card}[args.action](args)
+
+
+def sync(args: argparse.Namespace) -> int:
+    """Sends every event that has not been sent."""
+    from hpctrain.commands.report import find_run
+    from hpctrain.run.history import read
+    from hpctrain.track.mlflow_follower import follow, make
+
+    run_dir = find_run(args.run)
+    track = read(run_dir).config.get("track") or {}
+    uri = args.uri or track.get("mlflow")
+    if not uri:
+        raise UserError(f"{run_dir.path} was not tracked with MLflow", "name a server or folder with --uri")
+    try:
+        follower = make(run_dir, uri, track.get("mlflow_experiment") or "hpctrain")
+    except ImportError as error:
+        raise MissingExtra("mlflow", "mlflow") from error
+    if not follow(follower, lambda seconds: True):
+        raise RunFailed(
+            f"MLflow at {uri} does not take the metrics: {follower.problem}", "start the server, then try again"
+        )
+    print(f"MLflow run {follower.run_id} at {uri} is complete")
+    return ExitCode.DONE
+
+
+def register(args: argparse.Namespace) -> int:
+    """Registers the model of a checkpoint."""
+    from hpctrain.commands.report import find_run
+    from hpctrain.registry.register import register_model
+
+    registered = register_model(find_run(args.run), args.step, args.uri, args.name)
+    plain = f"model {registered['name']} version {registered['version']}: {registered['uri']}"
+    print(json.dumps(registered) if args.json else plain)
+    return ExitCode.DONE
+
+
+def card(args: argparse.Namespace) -> int:
+    """Prints a model card."""
+    from hpctrain.commands.report import find_run
+    from hpctrain.registry.card import model_card
+    from hpctrain.run.history import read
+
+    run_dir = find_run(args.run)
+    print(model_card(read(run_dir), args.step), end="")
+    return ExitCode.DONE

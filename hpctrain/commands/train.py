@@ -1,0 +1,164 @@
+"""``hpctrain train``, ``evaluate`` and ``predict``: what one rank does, alone or among others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.config.loading import add_run_file, dump, load
+
+if TYPE_CHECKING:
+    from hpctrain.config.sections import Config
+    from hpctrain.rank.session import Outcome, Session
+    from hpctrain.reduce.choice import Choice
+    from hpctrain.run.folder import RunDir
+    from hpctrain.train.framework import Framework
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command that ``args.command`` names."""
+    add_run_file(parser)
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries say, too")
+    if parser.get_default("command") == "train":
+        parser.add_argument("--print-config", action="store_true", help="print the resolved run file and end")
+        parser.add_argument("--fresh", action="store_true", help="put aside what is there and begin again")
+        return
+    parser.add_argument("--step", type=int, help="checkpoint to use; by default the newest sound one")
+    if parser.get_default("command") == "evaluate":
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    else:
+        parser.add_argument("-o", "--output", help="HDF5 file; by default <run folder>/predictions.h5")
+        parser.add_argument("--data", help="HDF5 file to predict over; by default the task's validation data")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; an exit code."""
+    if args.command == "train" and args.print_config:
+        print(dump(load(args.run_file, args.overrides)), end="")
+        return 0
+    from hpctrain.rank.session import run_rank
+
+    body = {"train": train, "evaluate": evaluate, "predict": predict}[args.command]
+    return run_rank(lambda session: body(args, session), args.verbose)
+
+
+def train(args: argparse.Namespace, session: Session) -> Outcome:
+    """From the run file to the end of the loop."""
+    from hpctrain.monitor.rank.session import start as start_monitor
+    from hpctrain.rank import wiring
+    from hpctrain.rank.session import Outcome
+
+    with session.phase("read the run file"):
+        config = load(args.run_file, args.overrides)
+    run_dir = session.join_run(config)
+    with session.phase("make the task"):
+        problem = wiring.make_problem(config, session.world)
+    wiring.require_same_data(problem, session.world)
+    with ExitStack() as stack:
+        monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
+        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock)
+        stack.enter_context(closing(framework))
+        keep_reducer(framework, session, run_dir)
+        hooks = wiring.make_hooks(config, session, run_dir, problem, monitor, args.fresh)
+        for hook in hooks:
+            stack.enter_context(closing(hook))
+        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, hooks)
+        stack.enter_context(closing(trainer.data))
+        summary = trainer.fit()
+        return Outcome(summary.reason, summary.step, framework.weights_hash())
+
+
+def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
+    """Loss and metrics of a checkpoint over the validation data, printed by rank 0."""
+    from hpctrain.errors import UserError
+    from hpctrain.rank import wiring
+    from hpctrain.rank.session import Outcome
+    from hpctrain.train.evaluation import evaluate as evaluate_over_ranks
+    from hpctrain.train.hooks import StopReason
+
+    with load_trained(args, session) as (config, framework, problem, step):
+        if problem.validation is None:
+            raise UserError(f"task {config.task} has no validation data", "return TorchTask(..., validation=...)")
+        data = wiring.make_validation(config, session.world, problem.validation)
+        metrics = evaluate_over_ranks(framework, data, session.world.data)
+        if session.world.rank == 0:
+            values = {"step": step, "metrics": metrics}
+            plain = "\n".join([f"step {step}", *(f"{name} {value:.6g}" for name, value in metrics.items())])
+            print(json.dumps(values) if args.json else plain, flush=True)
+        return Outcome(StopReason.COMPLETED, step)
+
+
+def predict(args: argparse.Namespace, session: Session) -> Outcome:
+    """Outputs of a checkpoint for every sample, in the order in which they are stored, to one HDF5 file."""
+    from hpctrain.data import open_dataset
+    from hpctrain.errors import UserError
+    from hpctrain.rank import wiring
+    from hpctrain.rank.predictions import write_predictions
+    from hpctrain.rank.session import Outcome
+    from hpctrain.run.folder import RunDir
+    from hpctrain.train.hooks import StopReason
+
+    with load_trained(args, session) as (config, framework, problem, step):
+        with session.phase("open the data to predict over"):
+            dataset = open_dataset(args.data) if args.data else problem.validation
+            if args.data:  # models get the first array, and files may keep no order
+                shared = [name for name in problem.train.fields if name in dataset.fields]
+                dataset = open_dataset(args.data, shared) if shared else dataset
+            if dataset is None:
+                raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
+        data = wiring.make_validation(config, session.world, dataset)
+        path = Path(args.output or RunDir.for_config(config).path / "predictions.h5")
+        write_predictions(framework, data, session.world.data, path)
+        if session.world.rank == 0:
+            print(f"{len(dataset)} predictions of step {step} in {path}", flush=True)
+        return Outcome(StopReason.COMPLETED, step)
+
+
+@contextmanager
+def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[Config, Framework, Any, int]]:
+    """Config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
+    import dataclasses
+
+    from hpctrain.checkpoint.resume import load_weights
+    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.rank import wiring
+    from hpctrain.run.folder import RunDir
+    from hpctrain.train.clock import IntervalClock
+
+    with session.phase("read the run file"):
+        config = load(args.run_file, args.overrides)
+        # No gradients are exchanged here, so no reducer has to be there.
+        config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
+    with session.phase("make the task"):
+        problem = wiring.make_problem(config, session.world)
+    framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
+    with closing(framework):
+        store = CheckpointStore(RunDir.for_config(config).checkpoints, group=session.world.everyone)
+        loaded = load_weights(framework, store, args.step)
+        yield config, framework, problem, loaded.step
+
+
+def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> None:
+    """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept."""
+    from hpctrain.errors import RunFailed
+
+    size = session.world.size
+    saved: dict[str, Any] = {}
+    if session.world.rank == 0:
+        saved = run_dir.info().get("reducer") or {}
+    saved = session.world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
+    if saved.get("ranks") == size and framework.chosen_reducer is None:
+        framework.chosen_reducer = saved["reducer"]
+
+    def announce(choice: Choice) -> None:
+        if session.world.rank == 0:
+            try:
+                run_dir.update(reducer={"ranks": size, **choice.to_event()})
+            except RunFailed as error:
+                session.warn(f"{error.what}; training goes on, a resumed run measures its reducers again")
+
+    framework.announce = announce

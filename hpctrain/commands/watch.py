@@ -1,0 +1,38 @@
+"""``hpctrain watch``: the live view of a run, from any machine that sees its folder. It never writes there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from hpctrain.errors import ExitCode, UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See cli.py."""
+    parser.add_argument("run", help="run file or run folder")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and end; so it is without a terminal")
+    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """See cli.py."""
+    from rich.console import Console
+
+    from hpctrain.launch.engines.slurm.submission import folder
+    from hpctrain.watch import terminal
+    from hpctrain.watch.source import Source
+
+    run_dir = folder(args.run)
+    if (run_dir.path / "0" / "run.yaml").exists() and not run_dir.run_json.exists():
+        raise UserError(f"{run_dir.path} is an array of runs", f"watch one of them, such as {run_dir.path / '0'}")
+    source = Source(run_dir)
+    console = Console(highlight=False, emoji=False)
+    if args.json:
+        print(json.dumps(source.look(whole=True).plain()))
+    elif args.once or not sys.stdout.isatty():
+        terminal.print_once(source.look(whole=True), console)
+    else:
+        terminal.show(source.look, console)
+    return ExitCode.DONE

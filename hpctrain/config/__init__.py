@@ -1,0 +1,1 @@
+"""The run file: its keys, loading it, and their reference."""

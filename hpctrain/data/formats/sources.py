@@ -1,0 +1,107 @@
+"""From whatever the user calls data to a Dataset."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Dataset, Samples, choose
+from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.concat import concatenate
+from hpctrain.data.formats.memory import from_arrays
+from hpctrain.errors import UserError
+
+CACHE_BYTES = 256 * 2**20
+
+
+def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: int = CACHE_BYTES) -> Dataset:
+    """Opens data of any kind that hpctrain trains on.
+
+    Args:
+        source: an HDF5 file (path), several as one (a pattern such as ``"data/*.h5"``, taken in sorted order, or a
+            list), a dict of arrays, a map-style torch Dataset, a finite tf.data.Dataset of single samples (taken into
+            memory), a Dataset, which is returned as it is, or a function of no arguments (a partial, a class) that
+            returns one of these, which worker processes call again.
+        fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
+        cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
+
+    Raises:
+        UserError: the source is missing, damaged, empty, or holds what cannot be trained on.
+    """
+    names = None if fields is None else tuple(fields)
+    if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
+        return CalledDataset(source, names, cache_bytes)
+    if isinstance(source, Dataset):
+        return source
+    if isinstance(source, (str, Path)):
+        return open_files(expand(source), names, BlockCache(cache_bytes))
+    if isinstance(source, Mapping):
+        chosen = choose(list(source), names, "the dict of arrays")
+        return from_arrays({name: source[name] for name in chosen})
+    if comes_from(source, "torch"):
+        from hpctrain.data.formats.torch_dataset import from_torch
+
+        return from_torch(source, names)
+    if comes_from(source, "tensorflow"):
+        from hpctrain.data.formats.tensorflow_dataset import from_tensorflow
+
+        return from_tensorflow(source, names)
+    if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
+        return open_files([path for item in source for path in expand(item)], names, BlockCache(cache_bytes))
+    raise UserError(
+        f"data of type {type(source).__name__} cannot be opened",
+        "give HDF5 paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
+        "function that returns one",
+    )
+
+
+class CalledDataset:
+    """What a function returns; it can be called again elsewhere."""
+
+    def __init__(self, function: Callable[[], Any], names: tuple[str, ...] | None, cache_bytes: int) -> None:
+        self.function = function
+        self.names = names
+        self.cache_bytes = cache_bytes
+        self.dataset = open_dataset(function(), names, cache_bytes)
+        self.fields = self.dataset.fields
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """See Dataset."""
+        return self.dataset.read(indices)
+
+    def fingerprint(self) -> str:
+        """See Dataset."""
+        return self.dataset.fingerprint()
+
+
+def open_files(paths: Sequence[Path], names: tuple[str, ...] | None, cache: BlockCache) -> Dataset:
+    """HDF5 files, one after the other."""
+    from hpctrain.data.formats.hdf5 import open_hdf5
+
+    return concatenate([open_hdf5(path, names, cache) for path in paths], [str(path) for path in paths])
+
+
+def expand(pattern: str | Path) -> list[Path]:
+    """The files that a path or pattern means."""
+    path = Path(pattern).expanduser()
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    found = sorted(glob.glob(str(path), recursive=True))
+    if not found:
+        raise UserError(f"no file matches {path}", "correct the pattern of the data, as seen from the compute nodes")
+    return [Path(name) for name in found]
+
+
+def comes_from(source: Any, package: str) -> bool:
+    """Whether the object's class derives from one of this package, without importing it."""
+    return any(base.__module__.partition(".")[0] == package for base in type(source).__mro__)

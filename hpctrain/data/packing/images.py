@@ -1,0 +1,114 @@
+"""Folders of images as sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.packing.source import Source, block_samples
+from hpctrain.errors import MissingExtra, UserError
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
+    """``image`` uint8[height, width, channels] and, where images lie in a subfolder for each class, ``label`` int64.
+
+    Classes are numbered in the order of their names. Grey images have one channel where the first image is grey, all
+    others have three.
+
+    Args:
+        folder: of images, or of folders of images.
+        size: (height, width) to scale to; by default all images must be equally large.
+
+    Raises:
+        UserError: no images, a damaged one, or images of several sizes and no size given.
+    """
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    files = [(path, label) for label, name in enumerate(classes) for path in images_in(folder / name)]
+    if not classes:
+        files = [(path, 0) for path in images_in(folder)]
+    if not files:
+        raise UserError(
+            f"{folder} holds no images", f"give a folder of {', '.join(sorted(SUFFIXES))}, or of folders of them"
+        )
+    mode = "L" if mode_of(files[0][0]) in ("1", "L") else "RGB"
+    first = decode(files[0][0], mode, size)
+    fields = {"image": Field(first.shape, first.dtype)}
+    if classes:
+        fields["label"] = Field((), np.dtype(np.int64))
+
+    def blocks() -> Iterator[Samples]:
+        step = block_samples(fields)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            for begin in range(0, len(files), step):
+                some = files[begin : begin + step]
+                images = threads.map(lambda file: decode(file[0], mode, size), some)
+                samples = {"image": stacked(list(images), [path for path, _ in some], first.shape)}
+                if classes:
+                    samples["label"] = np.array([label for _, label in some], dtype=np.int64)
+                yield samples
+
+    return Source(fields, len(files), blocks, {"classes": classes} if classes else {})
+
+
+def images_in(folder: Path) -> list[Path]:
+    """The images in a folder and below, by name."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
+def mode_of(path: Path) -> str:
+    """How Pillow calls the image's pixels."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingExtra("pillow", "data") from error
+    try:
+        with Image.open(path) as image:
+            return str(image.mode)
+    except (OSError, UnidentifiedImageError) as error:
+        raise damaged(path, error) from error
+
+
+def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    """The pixels, uint8[height, width, channels]."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            # Pillow would cut off what is above.
+            least, most = image.getextrema() if image.mode[0] in "IF" else (0, 255)
+            converted = image.convert(mode)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise damaged(path, error) from error
+    if least < 0 or most > 255:
+        raise UserError(
+            f"{path} has values from {least:g} to {most:g}, and 8 bits hold 0 to 255",
+            "scale such images to 8 bits first, or pack their values from .npy or .npz",
+        )
+    if size is not None and converted.size != (size[1], size[0]):
+        converted = converted.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    pixels = np.asarray(converted)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def stacked(images: Sequence[NDArray[np.uint8]], paths: Sequence[Path], shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """The images along a new first axis."""
+    for image, path in zip(images, paths, strict=True):
+        if image.shape != shape:
+            raise UserError(
+                f"{path} is {image.shape[0]}x{image.shape[1]} pixels but the first image is {shape[0]}x{shape[1]}",
+                f"scale all to one size, such as --size {shape[0]}x{shape[1]}",
+            )
+    return np.stack(images)
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """The error for an image that cannot be decoded."""
+    return UserError(f"{path} is not an image, or is damaged: {error}", "replace it, or take it out of the folder")

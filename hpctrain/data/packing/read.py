@@ -1,0 +1,90 @@
+"""From the paths that a user names to one source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.data.packing.columns import Columns, only_names
+from hpctrain.data.packing.source import Source, from_dataset, join
+from hpctrain.errors import UserError
+
+KINDS = {
+    ".npz": "npz",
+    ".npy": "npy",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+}
+"""By suffix; a folder holds images."""
+
+
+def open_source(
+    paths: Sequence[Path], kind: str | None = None, columns: Columns | None = None, size: tuple[int, int] | None = None
+) -> Source:
+    """The samples of these files, one file after the other; .npy files give an array each.
+
+    Args:
+        paths: files of one kind, or one folder of images.
+        kind: npz, npy, csv, parquet, hdf5 or images; by default told by suffixes.
+        columns: of tables, those of each array; of archives, the arrays to take.
+        size: height and width that images are scaled to.
+
+    Raises:
+        UserError: a file is missing, of unknown kind, damaged, or unlike the others.
+    """
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path} does not exist", "correct its path")
+    kind = kind or common_kind(paths)
+    if columns and kind in ("images", "npy"):
+        raise UserError(f"arrays are chosen for {kind}", "leave out --field: it is for tables and archives")
+    if size and kind != "images":
+        raise UserError(f"a size is given for {kind}", "leave out --size: it is for images")
+    if kind == "images":
+        from hpctrain.data.packing.images import from_images
+
+        if len(paths) > 1 or not paths[0].is_dir():
+            raise UserError("images are packed from one folder at a time", "name one folder that holds them")
+        return from_images(paths[0], size)
+    if kind == "npy":
+        from hpctrain.data.packing.arrays import from_npy
+
+        return from_npy(paths)
+    return join([open_file(path, kind, columns) for path in paths], [str(path) for path in paths])
+
+
+def open_file(path: Path, kind: str, columns: Columns | None) -> Source:
+    """One file of a kind whose files are put one after the other."""
+    if kind == "npz":
+        from hpctrain.data.packing.arrays import from_npz
+
+        return from_npz(path, only_names(columns, kind))
+    if kind == "csv":
+        from hpctrain.data.packing.table import from_csv
+
+        return from_csv(path, columns)
+    if kind == "parquet":
+        from hpctrain.data.packing.parquet import from_parquet
+
+        return from_parquet(path, columns)
+    from hpctrain.data.formats.sources import open_dataset
+
+    return from_dataset(open_dataset(path, only_names(columns, kind)))
+
+
+def common_kind(paths: Sequence[Path]) -> str:
+    """The kind that all suffixes tell."""
+    kinds = {"images" if path.is_dir() else KINDS.get(path.suffix.lower()) for path in paths}
+    if len(kinds) > 1:
+        raise UserError("the files to pack are of several kinds", "pack each kind by itself")
+    kind = kinds.pop()
+    if kind is None:
+        raise UserError(f"{paths[0]} has a suffix that says nothing", f"say what it is: --kind {', '.join(NAMES)}")
+    return kind
+
+
+NAMES = (*dict.fromkeys(KINDS.values()), "images")
+"""All kinds."""

@@ -1,0 +1,238 @@
+"""Writes a source into an HDF5 file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.packing.source import Source
+from hpctrain.errors import UserError
+
+NOTES = "hpctrain"
+"""Attribute of the file that holds a source's notes, as JSON."""
+PAGE = 4096
+CHUNK_BYTES = 2**20
+"""Size of a chunk where it is not given."""
+
+
+def write_hdf5(
+    path: str | Path,
+    source: Source,
+    dtypes: Mapping[str, np.dtype[Any]] | None = None,
+    chunk_samples: int | None = None,
+    compression: str | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[int], None] = lambda samples: None,
+) -> None:
+    """Writes all samples, to a temporary file beside ``path`` that is synced and renamed at the end.
+
+    Args:
+        path: the file to make.
+        source: what goes in.
+        dtypes: by field, where they should differ from the source's; values must fit.
+        chunk_samples: store chunks of so many samples; by default arrays are contiguous, which reads fastest.
+        compression: gzip or lzf, in chunks.
+        overwrite: replace a file that is there.
+        on_progress: called with the number of samples that were written since.
+
+    Raises:
+        UserError: the file exists, does not fit, or a value does not fit its dtype.
+    """
+    path = Path(path)
+    fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
+    check_names(fields)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists", "choose another name, or replace it with --force")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if compression is None:
+            check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
+        if compression is None and chunk_samples is None:
+            write_contiguous(temporary, source, fields, on_progress)
+        else:
+            write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
+        commit(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_contiguous(
+    temporary: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None]
+) -> None:
+    """HDF5 lays out the file and closes it; then the bytes go to their places, so that a full disk is a plain error."""
+    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    with PatientFile(temporary, "w+b") as raw:
+        with new_file(raw) as file:
+            file.attrs[NOTES] = json.dumps(source.notes)
+            offsets = {
+                name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
+                for name, field in fields.items()
+            }
+        for begin, block in checked_blocks(source, fields):
+            for name, values in block.items():
+                raw.seek(offsets[name] + begin * fields[name].num_bytes)
+                raw.write(values.reshape(-1).view(np.uint8))
+            raw.check()
+            on_progress(len(values))
+
+
+def write_chunked(
+    temporary: Path,
+    source: Source,
+    fields: Mapping[str, Field],
+    chunk_samples: int | None,
+    compression: str | None,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Chunks of whole samples; what reaches a chunk's end waits for the chunk, which is compressed once."""
+    with PatientFile(temporary, "w+b") as raw:
+        with new_file(raw) as file:
+            file.attrs[NOTES] = json.dumps(source.notes)
+            for name, field in fields.items():
+                rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
+                file.create_dataset(
+                    name,
+                    (source.length, *field.shape),
+                    field.dtype,
+                    chunks=(rows, *field.shape),
+                    compression=compression,
+                    shuffle=compression is not None,
+                    rdcc_nbytes=2 * rows * field.num_bytes,
+                )
+            for begin, block in checked_blocks(source, fields):
+                for name, values in block.items():
+                    file[name][begin : begin + len(values)] = values
+                raw.check()
+                on_progress(len(values))
+        raw.check()
+
+
+def new_file(raw: io.FileIO) -> h5py.File:
+    """An empty HDF5 file that keeps its datasets' order, aligns them to pages, and does not hold the time of day."""
+    order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    creation.set_link_creation_order(order)
+    creation.set_attr_creation_order(order)
+    creation.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
+    access.set_alignment(PAGE, PAGE)
+    return h5py.File(h5py.h5f.create(b"packed", h5py.h5f.ACC_TRUNC, creation, access))
+
+
+class PatientFile(io.FileIO):
+    """Keeps its first failure for later and fails no more: libhdf5 crashes on closing what it could not write."""
+
+    failure: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        """See FileIO."""
+        rest = memoryview(content).cast("B")
+        num_bytes = len(rest)
+        with self._patience():
+            while len(rest):
+                rest = rest[super().write(rest) :]
+        return num_bytes
+
+    def truncate(self, size: int | None = None) -> int:
+        """See FileIO."""
+        with self._patience():
+            super().truncate(size)
+        return self.tell() if size is None else size
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def check(self) -> None:
+        """Raises the failure, if there was one."""
+        if self.failure:
+            raise self.failure
+
+
+def checked_blocks(source: Source, fields: Mapping[str, Field]) -> Iterator[tuple[int, Samples]]:
+    """The source's blocks in the dtypes to write, each with the index of its first sample."""
+    begin = 0
+    for block in source.blocks():
+        yield begin, {name: fit(name, block[name], field.dtype, begin) for name, field in fields.items()}
+        begin += len(next(iter(block.values())))
+    if begin != source.length:
+        raise UserError(
+            f"the source gave {begin} samples in place of {source.length}", "leave it alone while it is packed"
+        )
+
+
+def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
+    """The values in this dtype, C-contiguous; floats are rounded, but nothing may overflow or lose its fraction."""
+    if values.dtype == dtype:
+        return np.ascontiguousarray(values)
+    loses_imaginary = values.dtype.kind == "c" and dtype.kind != "c"
+    kept = values.real if loses_imaginary else values
+    with np.errstate(all="ignore"):
+        cast = np.ascontiguousarray(kept.astype(dtype))
+        wrong = cast != kept if dtype.kind in "biu" else np.isfinite(kept) & ~np.isfinite(cast)
+    if loses_imaginary:
+        wrong = wrong | (values.imag != 0)
+    if wrong.any():
+        row = int(np.argwhere(wrong)[0][0])
+        value = values[row][wrong[row]].ravel()[0] if values.ndim > 1 else values[row]
+        raise UserError(
+            f"{name!r} of sample {begin + row} holds {value}, which {dtype} cannot hold", "choose a wider dtype"
+        )
+    return cast
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raises UserError where HDF5 has no array of such a name; slashes make groups."""
+    for name in names:
+        is_group = any(other.startswith(f"{name}/") for other in names)
+        if is_group or "\0" in name or any(part in ("", ".") for part in name.split("/")):
+            raise UserError(
+                f"an array in HDF5 cannot be named {name!r}" + (" and be a group, too" if is_group and name else ""),
+                "rename the column or array, or choose others with --field",
+            )
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raises UserError where this much is not free, before time is spent."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise UserError(
+            f"{folder} has {free / 1e9:.2f} GB free and the file needs {num_bytes / 1e9:.2f} GB",
+            "make room, write elsewhere, choose a narrower --dtype, or use --compression gzip",
+        )
+
+
+def commit(temporary: Path, path: Path) -> None:
+    """Makes the file appear under its name, whole also after a loss of power."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

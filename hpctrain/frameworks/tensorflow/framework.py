@@ -1,0 +1,300 @@
+"""Keras 3 models on TensorFlow: one update, evaluation, prediction, and state to and from named arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.comm.world import World
+from hpctrain.config.sections import Config
+from hpctrain.data.dataset import Samples
+from hpctrain.errors import UserError
+from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
+from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update, slots_and_norm
+from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.frameworks.tensorflow.state import (
+    VariableTensor,
+    digest,
+    is_seed,
+    load_tensors,
+    model_tensors,
+    optimizer_tensors,
+    path_in,
+    require_same_model,
+)
+from hpctrain.reduce.choice import Choice
+from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, totals
+from hpctrain.reduce.tensorflow_flat import FlatGradients
+from hpctrain.reduce.tensorflow_reducer import Reducer, broadcast, measured_reducer, open_reducer, possible
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.seeds import derive, seed_python
+from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+
+SCALER = "scaler/scale"
+
+
+@dataclass(frozen=True)
+class KerasStepResult:
+    """What one update gave."""
+
+    loss: tuple[float, float]
+    """This rank's (sum, weight)."""
+    grad_norm: float
+    """L2 norm of the averaged gradient before clipping."""
+
+    def sums(self) -> Sums:
+        """See StepResult."""
+        return {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
+
+
+class KerasFramework:
+    """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework.
+
+    Forward and backward are one TensorFlow function, the update is another; the exchange lies between them.
+
+    Where ``auto`` has a choice, the reducer is made with the first update: it measures on its batch. Before that, set
+    ``chosen_reducer`` to keep an earlier choice, ``announce`` to hear of a new one.
+    """
+
+    name = "tensorflow"
+
+    def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock) -> None:
+        """Makes the model and its optimizer equal on all ranks. Collective.
+
+        Raises:
+            UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
+                models differ, or the reducer that the configuration names cannot be had.
+        """
+        refuse_what_cannot_work(task, config)
+        require_own_gpu(world.local_size)
+        self.task = task
+        self.world = world
+        self.group = world.data
+        self.config = config
+        self.clock = clock
+        variables = task.model.trainable_variables
+        self.flat = FlatGradients(variables)
+        self.passes = Passes(task, self.flat, config.reduce.sparse, config.train.compile)
+        self.update = Update(task.optimizer, variables, self.flat, config.train.compile)
+        self.reducer: Reducer | None = None
+        self.chosen_reducer: str | None = None
+        self.announce: Callable[[Choice], None] | None = None
+        among = possible(config.reduce, world)
+        if len(among) == 1:
+            self.reducer = open_reducer(among[0], self.group, self.flat.layout.length)
+            self.chosen_reducer = among[0].name
+        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
+        self.learning_rate = own_learning_rate(task.optimizer)
+        self.factor: float | None = None
+        """What the learning rate was multiplied by last."""
+        self.noise = tf.random.get_global_generator()
+        task.optimizer.build(variables)
+        self._make_equal()
+
+    def _make_equal(self) -> None:
+        """Weights and optimizer as rank 0 has them; noise of each rank's own."""
+        tensors = self._variables()
+        require_same_model(self.group, tensors)
+        broadcast(self.group, [tensor.variable for tensor in tensors], "receive the model")
+        if self.config.train.ema_decay is not None:
+            self.update.keep_average(self.config.train.ema_decay)
+            self.passes.averages = self.update.averages
+        rank_seed = derive(self.config.seed, self.group.rank, 1)  # noise such as dropout must differ between ranks
+        seed_python(rank_seed)
+        self.noise.reset_from_seed(rank_seed)
+        for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
+            variable.assign([derive(rank_seed, number) % 2**32, 0])
+
+    @property
+    def gradient_bytes(self) -> int:
+        """See Framework."""
+        return 4 * self.flat.layout.gradients
+
+    def set_learning_rate(self, factor: float) -> None:
+        """See Framework."""
+        if self.learning_rate is None:
+            if factor != 1.0:
+                raise UserError(
+                    "both the run file's schedule and the Keras optimizer's own change the learning rate",
+                    "give the optimizer a number as its learning rate, or remove schedule: from the run file",
+                )
+        elif factor != self.factor:
+            self.task.optimizer.learning_rate.assign(self.learning_rate * factor)
+            self.factor = factor
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> KerasStepResult:
+        """See Framework. Forward and backward are one function: their time is all Phase.BACKWARD."""
+        batches = [on_device(batch) for batch in micro_batches]
+        self.clock.mark(Phase.TO_DEVICE)
+        if self.reducer is None:
+            self.reducer = self._measure(batches, global_samples)
+        mine = self._gradients(batches, global_samples)
+        slots = np.asarray(mine[-1]).astype(np.float64) * global_samples  # waits for a device: backward is over
+        self.clock.mark(Phase.BACKWARD)
+        total = self.reducer.sum(mine)
+        self.clock.mark(Phase.EXCHANGE)
+        norm = self._apply(mine, total)
+        self.clock.mark(Phase.OPTIMIZER)
+        return KerasStepResult((float(slots[LOSS]), float(slots[WEIGHT])), norm)
+
+    def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
+        """The reducer that was chosen before, or is fastest on these batches; rehearsals leave the model as it was."""
+        changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
+        before = [np.array(tensor.host_view()) for tensor in changed]
+
+        def rehearse(reducer: Reducer) -> None:
+            np.asarray(reducer.sum(self._gradients(batches, global_samples))[-1])  # waits for a device
+
+        reducer = measured_reducer(
+            self.config.reduce, self.world, self.flat, rehearse, self.chosen_reducer, self.announce
+        )
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.assign(value)
+        return reducer
+
+    def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> tf.Tensor:
+        """This rank's contribution; zeros where its part of the batch is empty."""
+        share = tf.constant(1.0 / global_samples)
+        scale = tf.constant(self.loss_scale.factor if self.loss_scale else 1.0)
+        flat = None
+        for batch in batches:
+            more = self.passes.gradients(batch, share, scale)
+            flat = more if flat is None else flat + more
+        return self.flat.zeros() if flat is None else flat
+
+    def _apply(self, mine: tf.Tensor, total: tf.Tensor) -> float:
+        """Clips and updates, or skips where a scaled loss overflows; the gradient's norm before clipping."""
+        *slots, square = np.asarray(slots_and_norm(total)).tolist()
+        known = totals(slots)
+        divisor = known.divisor * (self.loss_scale.factor if self.loss_scale else 1.0)
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+        if math.isfinite(known.loss) and math.isfinite(norm):
+            factor = clip_factor(norm, self.config.train.clip_norm) / divisor
+            self.update.run(total, None if factor == 1.0 else tf.constant(factor, tf.float32))
+            if self.loss_scale:
+                self.loss_scale.succeeded()
+        elif self.loss_scale is None or not self.loss_scale.overflowed():
+            raise NonFiniteLoss(self._ranks_at_fault(mine))
+        return norm
+
+    def _ranks_at_fault(self, mine: tf.Tensor) -> list[int]:
+        own = bool(np.isfinite(np.asarray(mine)).all())
+        finite = self.group.allgather(own, "find the rank whose loss is not finite")
+        return [rank for rank, fine in enumerate(finite) if not fine]
+
+    def evaluate(self, batch: HostBatch) -> Sums:
+        """See Framework; with the averaged weights where an EMA is kept."""
+        found = self.passes.evaluate(on_device(batch))
+        return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        """See Framework. A list of outputs is named ``output_0``, ``output_1``, and so on."""
+        outputs = self.passes.predict(on_device(batch))
+        if isinstance(outputs, Mapping):
+            return {name: np.asarray(value) for name, value in outputs.items()}
+        if isinstance(outputs, (tuple, list)):
+            return {f"output_{index}": np.asarray(value) for index, value in enumerate(outputs)}
+        return {"output": np.asarray(outputs)}
+
+    def state(self) -> list[StateTensor]:
+        """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
+        scaler = [ArrayTensor(SCALER, self.loss_scale.state)] if self.loss_scale else []
+        host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
+        return [*self._variables(), *scaler, *host]
+
+    def _variables(self) -> list[VariableTensor]:
+        model = self.task.model
+        paths = [path_in(model, variable) for variable in model.trainable_variables]
+        averages = [
+            VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.update.averages, strict=False)
+        ]
+        return [
+            *model_tensors(model),
+            *optimizer_tensors(self.task.optimizer, model),
+            *averages,
+            VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK),
+        ]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        load_tensors(self._variables(), arrays)
+        if self.loss_scale and SCALER in arrays:
+            self.loss_scale.state[:] = arrays[SCALER]
+        restore_host_random_state(arrays)
+        self.factor = None  # the rates of the run file hold, not the saved ones
+
+    def place(self, samples: Samples) -> Samples:
+        """See Framework: TensorFlow copies by itself."""
+        return samples
+
+    def synchronize(self) -> None:
+        """See Framework: copies are complete when ``copy_into`` returns."""
+
+    def weights_hash(self) -> str:
+        """See Framework."""
+        return digest([tensor for tensor in model_tensors(self.task.model) if tensor.placement is Placement.REPLICATED])
+
+    def close(self) -> None:
+        """See Framework."""
+        if self.reducer:
+            self.reducer.close()
+            self.reducer = None
+
+
+def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
+    """A host batch as tensors; on a CPU they may share the arrays' memory."""
+    return {name: tf.convert_to_tensor(array) for name, array in batch.items()}
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What a gradient of this norm is multiplied by, so that its norm is at most the limit."""
+    return limit / norm if limit is not None and norm > limit else 1.0
+
+
+def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The number an optimizer was made with, or None where a Keras schedule sets its learning rate."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    return float(optimizer.learning_rate)
+
+
+def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
+    """Raises UserError where training could not work, or would not do what it says."""
+    if keras.backend.backend() != "tensorflow":
+        raise UserError(
+            f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
+            "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
+        )
+    if not task.model.built:
+        raise UserError(
+            "the Keras model has no weights yet",
+            "begin it with keras.Input(shape), or call model.build(shape) in the task",
+        )
+    double = [variable.path for variable in task.model.trainable_variables if variable.dtype == "float64"]
+    if double:
+        raise UserError(
+            f"{double[0]} is float64, but gradients of Keras models are exchanged as float32",
+            "make the model in float32, or write it in PyTorch, where float64 is kept",
+        )
+    if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise UserError(
+            "the optimizer is a LossScaleOptimizer",
+            "give the inner one: train.precision: fp16 scales the loss by itself",
+        )
+    policy = POLICIES[config.train.precision]
+    used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
+    if config.train.precision != "fp32" and policy not in used:
+        raise UserError(
+            f"train.precision is {config.train.precision} but no layer of the Keras model computes in it",
+            f"call keras.config.set_dtype_policy({policy!r}) before the model is made",
+        )

@@ -1,0 +1,197 @@
+"""Forward, backward and update of a Keras task as TensorFlow functions, each traced once for batches of any size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hpctrain.errors import UserError
+from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
+from hpctrain.reduce.tensorflow_flat import FlatGradients
+from hpctrain.tasks.definition import KerasTask
+
+Tensors = Mapping[str, tf.Tensor]
+
+
+class Traced:
+    """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced anew."""
+
+    def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
+        self.function = tf.function(function, jit_compile=compiled or None)
+        self.by_structure: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, batch: Tensors, *scalars: tf.Tensor) -> Any:
+        structure = tuple((name, value.dtype, *value.shape[1:]) for name, value in batch.items())
+        if structure not in self.by_structure:
+            self.by_structure[structure] = self._trace(batch, scalars)
+        return self.by_structure[structure](dict(batch), *scalars)
+
+    def _trace(self, batch: Tensors, scalars: Sequence[tf.Tensor]) -> Any:
+        spec = {name: tf.TensorSpec((None, *value.shape[1:]), value.dtype) for name, value in batch.items()}
+        try:
+            return self.function.get_concrete_function(spec, *[tf.TensorSpec((), scalar.dtype) for scalar in scalars])
+        except Exception as error:  # AutoGraph puts errors of its own around those of the code that it traces
+            if isinstance(error.__context__, UserError):
+                raise error.__context__ from None
+            raise
+
+
+class InMode(keras.Layer):
+    """Calls a function as an outer layer would: every layer called in it learns whether it trains."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(dtype="float32", autocast=False)
+        self.function = function
+
+    def call(self, anchor: tf.Tensor, training: bool | None = None) -> Any:
+        """Outputs of the function; the anchor is there because Keras wants an input."""
+        return self.function()
+
+
+class Passes:
+    """What is computed from one batch of one task."""
+
+    def __init__(self, task: KerasTask, flat: FlatGradients, sparse: str, compiled: bool) -> None:
+        """
+        Args:
+            flat: how the trainable variables' gradients are joined.
+            sparse: ``densify`` or ``refuse``, for gradients of embeddings.
+            compiled: let XLA compile the forward and backward pass.
+        """
+        self.task = task
+        self.flat = flat
+        self.sparse = sparse
+        self.averages: Sequence[tf.Variable] = ()
+        """What evaluation and prediction use in place of the trainable variables, where there are any."""
+        self.gradients = Traced(self._gradients, compiled)
+        """gradients(batch, share, loss_scale) -> float32[rows, 16]: of the loss' sum over the batch times both.
+
+        The last row holds the slots of comm/totals.py. ``share`` is 1 / samples of the global batch.
+        """
+        self.evaluate = Traced(self._evaluate, compiled)
+        """evaluate(batch) -> {name: (sum, weight)}."""
+        self.predict = Traced(self._predict, compiled)
+        """predict(batch) -> outputs, as the model gives them."""
+
+    def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
+        variables = self.task.model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self._loss(self._outputs(batch, training=True), batch)
+            target = loss.total * share * loss_scale
+        gradients = tape.gradient(target, [variable.value for variable in variables])
+        dense = [self._dense(variable, gradient) for variable, gradient in zip(variables, gradients, strict=True)]
+        slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
+        return self.flat.join(dense, slots)
+
+    def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+        with self._average_weights():
+            outputs = self._outputs(batch, training=False)
+            scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.metrics.items()}
+            scores["loss"] = self._loss(outputs, batch)
+        return {name: (score.total, score.weight) for name, score in scores.items()}
+
+    def _predict(self, batch: Tensors) -> Any:
+        with self._average_weights():
+            return self._outputs(batch, training=False)
+
+    def _average_weights(self) -> contextlib.AbstractContextManager[Any]:
+        pairs = zip(self.task.model.trainable_variables, self.averages, strict=False)
+        values = [(variable, tf.cast(average, variable.dtype)) for variable, average in pairs]
+        return keras.StatelessScope(values, collect_losses=True) if values else contextlib.nullcontext()
+
+    def _outputs(self, batch: Tensors, training: bool) -> Any:
+        self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
+        anchor = next(iter(batch.values()))
+        outputs = InMode(lambda: self.task.forward(self.task.model, batch))(anchor, training=training)
+        return tf.nest.map_structure(full_precision, outputs)
+
+    def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
+        """The task's loss and the model's own penalties, which weigh as much as the samples do."""
+        loss = score_of(self.task.loss(outputs, batch), batch)
+        penalties = [tf.cast(penalty, tf.float32) for penalty in self.task.model.losses]
+        return replace(loss, total=loss.total + loss.weight * tf.add_n(penalties)) if penalties else loss
+
+    def _dense(self, variable: keras.Variable, gradient: Any) -> tf.Tensor:
+        if gradient is None:
+            return tf.zeros(variable.shape)
+        if isinstance(gradient, tf.IndexedSlices) and self.sparse == "refuse":
+            raise UserError(
+                f"the gradient of {variable.path} is sparse, and reduce.sparse is refuse",
+                "set reduce.sparse: densify, or compute the gradient densely",
+            )
+        return tf.convert_to_tensor(gradient)
+
+
+@dataclass(frozen=True)
+class BatchScore:
+    """What a loss or metric says of one batch."""
+
+    total: tf.Tensor
+    """Sum over the batch."""
+    weight: tf.Tensor
+    """What to divide the sum by for a mean: samples, or what the task gave."""
+    weighted: bool
+    """Whether the task gave the weight."""
+
+
+def score_of(score: Any, batch: Tensors) -> BatchScore:
+    """Reads what a task's loss or metric returned; raises UserError where it is neither a scalar nor (sum, weight)."""
+    weighted = isinstance(score, (tuple, list)) and len(score) == 2
+    scalars = [tf.cast(tf.convert_to_tensor(part), tf.float32) for part in (score if weighted else [score])]
+    if any(scalar.shape.rank != 0 for scalar in scalars):
+        raise UserError(
+            f"the loss or a metric has shape {[tuple(scalar.shape) for scalar in scalars]}",
+            "return its mean over the samples, a scalar, or (sum, weight), two scalars",
+        )
+    if weighted:
+        return BatchScore(scalars[0], tf.stop_gradient(scalars[1]), True)
+    samples = tf.cast(tf.shape(next(iter(batch.values())))[0], tf.float32)
+    return BatchScore(scalars[0] * samples, samples, False)
+
+
+def full_precision(value: tf.Tensor) -> tf.Tensor:
+    """Half-precision outputs in float32, for losses and files."""
+    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+
+
+@tf.function
+def slots_and_norm(flat: tf.Tensor) -> tf.Tensor:
+    """float32[17]: the last row, then the square of the L2 norm of all others."""
+    return tf.concat([flat[-1], [2.0 * tf.nn.l2_loss(flat[:-1])]], 0)
+
+
+class Update:
+    """The optimizer's step, then the EMA of the weights."""
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        flat: FlatGradients,
+        compiled: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.variables = variables
+        self.flat = flat
+        self.averages: list[tf.Variable] = []
+        self.ema_decay = 0.0
+        self.run = tf.function(self._run, jit_compile=compiled or None)
+        """run(flat, factor): with gradients float32[rows, 16] times ``factor``, or as they are where it is None."""
+
+    def keep_average(self, decay: float) -> None:
+        """From now on keeps an EMA of the weights, in float32, that begins where they are now."""
+        self.ema_decay = decay
+        self.averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in self.variables]
+
+    def _run(self, flat: tf.Tensor, factor: tf.Tensor | None) -> None:
+        if factor is not None:
+            flat = flat * factor
+        gradients = zip(self.flat.split(flat), self.variables, strict=True)
+        self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
+        for average, variable in zip(self.averages, self.variables, strict=False):
+            average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))

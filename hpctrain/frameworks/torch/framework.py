@@ -1,0 +1,401 @@
+"""One PyTorch model on this rank's device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.config.sections import Config
+from hpctrain.data.dataset import Samples
+from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.torch.checks import require_scalar, require_trainable
+from hpctrain.frameworks.torch.device import pick_device, require_same_kind
+from hpctrain.frameworks.torch.state import (
+    TorchTensor,
+    digest,
+    group_numbers,
+    load_groups,
+    load_optimizer,
+    load_random,
+    load_tensors,
+    model_tensors,
+    optimizer_tensors,
+    other_names,
+    random_tensors,
+)
+from hpctrain.reduce.choice import Choice
+from hpctrain.reduce.exchange_slots import Totals
+from hpctrain.reduce.torch_reducer import (
+    Reducer,
+    broadcast,
+    make_reducer,
+    measured_reducer,
+    possible,
+    require_same_model,
+)
+from hpctrain.reduce.torch_sums import pin, unpin
+from hpctrain.tasks.definition import Task
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.seeds import derive, seed_python
+from hpctrain.train.state import ArrayTensor, StateTensor
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def seed(seed: int) -> None:
+    """Seeds torch's generators on the CPU and all GPUs."""
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class TorchStepResult:
+    """What one update gave."""
+
+    loss: tuple[float, float]
+    """This rank's (sum, weight)."""
+    grad_norm: float | None
+    """Global L2 norm of the averaged gradient before clipping, where it was computed."""
+
+    def sums(self) -> Sums:
+        """See StepResult."""
+        return (
+            {"loss": self.loss} if self.grad_norm is None else {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
+        )
+
+
+class TorchFramework:
+    """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
+
+    Where there is a choice, the reducer is made with the first update: ``auto`` measures on its batch. Set
+    ``chosen_reducer`` before that to keep an earlier choice, ``announce`` to hear of a new one.
+    """
+
+    name = "torch"
+
+    def __init__(self, task: Task, world: World, config: Config, clock: StepClock) -> None:
+        """Moves the model to this rank's device and makes it equal on all ranks. Collective.
+
+        Raises:
+            UserError: the ranks' models differ, or the reducer that the configuration names cannot be had.
+        """
+        train = config.train
+        self.task, self.world, self.config, self.clock = task, world, config, clock
+        self.device = pick_device(world.local_rank)
+        require_same_kind(self.device, world)
+        if train.threads is not None:  # a supervisor has told the environment; mpirun has not
+            torch.set_num_threads(train.threads)
+        self.model: torch.nn.Module = task.model
+        self.optimizer: torch.optim.Optimizer = task.optimizer
+        require_trainable(self.model, self.optimizer, train.channels_last, train.ema_decay is not None)
+        self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
+        self.model.to(self.device, memory_format=self.memory_format)
+        if self.optimizer.state and self.device.type != "cpu":  # Adagrad's is there from the start, on the CPU
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        require_same_model(world.data, self.model)
+        broadcast(world.data, list(self.model.state_dict().values()), "receive the model")
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.other_names = other_names(self.model)
+        self.frozen: list[torch.nn.Module] = []
+        self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.made_with = group_numbers(self.optimizer)
+        self.rate_factor = 1.0
+        self.call = torch.compile(self.model) if train.compile else self.model
+        self.low_precision = LOW_PRECISION.get(train.precision)
+        self.scale = LossScale() if train.precision == "fp16" else None
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
+        self.average_weight = 1 - (train.ema_decay or 0)
+        self.reducer: Reducer | None = None
+        self.chosen_reducer: str | None = None
+        self.announce: Callable[[Choice], None] | None = None
+        among = possible(config.reduce, world, self.model)
+        if len(among) == 1:
+            self.reducer = make_reducer(among[0], world.data, self.model, config.reduce)
+            self.chosen_reducer = self.reducer.name
+        rank_seed = derive(config.seed, 1, world.data.rank)  # noise such as dropout must differ between ranks
+        seed_python(rank_seed)
+        seed(rank_seed)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """See Framework."""
+        return sum(4 * parameter.numel() for parameter in self.parameters)
+
+    def set_learning_rate(self, factor: float) -> None:
+        """See Framework."""
+        if factor != self.rate_factor:
+            self.rate_factor = factor
+            for group, initial in zip(self.optimizer.param_groups, self.initial_rates, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(initial * factor)
+                else:
+                    group["lr"] = initial * factor
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> TorchStepResult:
+        """See Framework."""
+        self._for_training()
+        if self.reducer is None:
+            self.reducer = self._measure(micro_batches, global_samples)
+        loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
+        self.clock.mark(Phase.EXCHANGE)
+        finite, norm = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
+        if finite:
+            self.optimizer.step()
+            if self.average:
+                with torch.no_grad():
+                    torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
+        self.clock.mark(Phase.OPTIMIZER)
+        return TorchStepResult(loss, norm)
+
+    def _gradients(
+        self, reducer: Reducer, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
+    ) -> tuple[tuple[float, float], Totals]:
+        """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
+        reducer.begin()
+        factor = (self.scale.factor if self.scale else 1.0) / global_samples
+        loss: Any = 0.0
+        weight: Any = 0.0
+        weighted = False
+        for number, host in enumerate(micro_batches, start=1):
+            batch = self._to_device(host)
+            clock.mark(Phase.TO_DEVICE)
+            with self._autocast():
+                score = self.task.loss(self.task.forward(self.call, batch), batch)
+            clock.mark(Phase.FORWARD)
+            weighted = isinstance(score, tuple)
+            samples = samples_of(host)
+            total, part = score if weighted else (score, samples)
+            require_scalar(total)
+            if total.dtype in LOW_PRECISION.values():
+                total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
+            if not weighted:
+                total = total * samples
+            reducer.last_backward = number == len(micro_batches)
+            (total * factor).backward()
+            loss = loss + total.detach()
+            weight = weight + (part.detach() if isinstance(part, Tensor) else part)
+            clock.mark(Phase.BACKWARD)
+        if not micro_batches:
+            clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
+        totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
+        return (float(loss), float(weight)), totals
+
+    def _finish_gradients(self, reducer: Reducer, totals: Totals, own_finite: bool) -> tuple[bool, float | None]:
+        """Divides by weights and loss scale, clips. Whether an update follows, and the norm where one was needed."""
+        if self.scale is None and not math.isfinite(totals.loss):
+            raise self._non_finite(own_finite)
+        clip = self.config.train.clip_norm
+        multiplier = 1 / (totals.divisor * (self.scale.factor if self.scale else 1.0))
+        norm = None
+        if clip is not None or self.scale is not None:
+            norm = global_norm(reducer.gradients()) * multiplier
+            if not math.isfinite(norm) or not math.isfinite(totals.loss):
+                if self.scale is None or not self.scale.overflowed():
+                    raise self._non_finite(own_finite)
+                return False, None
+            if self.scale is not None:
+                self.scale.succeeded()
+            if clip is not None and norm > clip:
+                multiplier *= clip / norm
+        if multiplier != 1:
+            torch._foreach_mul_(reducer.gradients(), multiplier)
+        return True, norm
+
+    def _non_finite(self, own_finite: bool) -> NonFiniteLoss:
+        everywhere = self.world.data.allgather(own_finite, "find the loss that is not finite")
+        return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite])
+
+    def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
+        """Rehearses steps on the first batch; what they change in the model is put back."""
+        held = [(dict(module._buffers), module) for module in self.model.modules()]
+        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
+
+        def rehearse(reducer: Reducer) -> None:
+            copies = [{name: np.array(array) for name, array in batch.items()} for batch in micro_batches]
+            self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
+
+        reducer = measured_reducer(
+            self.config.reduce, self.world, self.model, rehearse, self.chosen_reducer, self.announce
+        )
+        for buffers, module in held:
+            module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
+        for buffer, value in before:
+            buffer.copy_(value)
+        load_random(self.device, random)
+        self.chosen_reducer = reducer.name
+        return reducer
+
+    def evaluate(self, batch: HostBatch) -> Sums:
+        """See Framework."""
+        with self._for_evaluation():
+            inputs = self._to_device(batch)
+            with self._autocast():
+                outputs = self.task.forward(self.call, inputs)
+                scores = {"loss": self.task.loss(outputs, inputs)}
+                scores |= {name: metric(outputs, inputs) for name, metric in self.task.metrics.items()}
+            samples = samples_of(batch)
+            return {name: _sum_and_weight(score, samples) for name, score in scores.items()}
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        """See Framework."""
+        with self._for_evaluation(), self._autocast():
+            outputs = self.task.forward(self.call, self._to_device(batch))
+        if isinstance(outputs, Mapping):
+            return {str(name): _to_host(value) for name, value in outputs.items()}
+        if isinstance(outputs, (tuple, list)):
+            return {f"output_{index}": _to_host(value) for index, value in enumerate(outputs)}
+        return {"output": _to_host(outputs)}
+
+    def state(self) -> list[StateTensor]:
+        """See Framework."""
+        scaler = [ArrayTensor("scaler/scale", self.scale.state)] if self.scale else []
+        return [
+            *model_tensors(self.model),
+            *optimizer_tensors(self.optimizer, self.names),
+            *self._group_tensors(),
+            *self._average_tensors(),
+            *scaler,
+            *random_tensors(self.device),
+        ]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
+        load_optimizer(self.optimizer, self.names, arrays)
+        load_groups(self.optimizer, arrays)
+        self.rate_factor = math.nan  # the rates of the run file hold, not the saved ones
+        if self.scale and "scaler/scale" in arrays:
+            self.scale.state[:] = arrays["scaler/scale"]
+        load_random(self.device, arrays)
+
+    def synchronize(self) -> None:
+        """See Framework."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def place(self, samples: Samples) -> Samples:
+        """See Framework. The copy to the GPU may go on until the update is done: a batch is kept for so long."""
+        if self.device.type != "cuda":
+            return samples
+        torch.cuda.set_device(self.device)  # of this thread, which would else open a context on the first GPU
+        return {name: writable(array).pin_memory().numpy() for name, array in samples.items()}
+
+    def staging(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Host memory for a checkpoint's snapshot: uint8, page-locked where the model is on a GPU."""
+        try:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+            buffer = memory.numpy()
+            if self.device.type == "cuda":  # torch's own page-locked memory is rounded up to a power of two, and kept
+                pin(memory)
+                weakref.finalize(buffer, unpin, memory.data_ptr()).atexit = False
+            return buffer
+        except RuntimeError as error:  # as torch calls it
+            raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
+
+    def weights_hash(self) -> str:
+        """See Framework."""
+        return digest(list(self.model.parameters()))
+
+    def close(self) -> None:
+        """See Framework."""
+        if self.reducer is not None:
+            self.reducer.close()
+            self.reducer = None
+
+    def _group_tensors(self) -> list[ArrayTensor]:
+        """What updates have changed in the parameter groups; all else is the task's."""
+        numbers = group_numbers(self.optimizer).items()
+        return [ArrayTensor(name, np.array(value)) for name, value in numbers if value != self.made_with.get(name)]
+
+    def _average_tensors(self) -> list[TorchTensor]:
+        return [
+            TorchTensor(f"ema/{self.names[id(parameter)]}", average)
+            for parameter, average in zip(self.parameters, self.average, strict=bool(self.average))
+        ]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.low_precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.low_precision)
+
+    def _for_training(self) -> None:
+        """Layers in training mode, but for those that the task keeps in evaluation mode (frozen statistics)."""
+        if not self.model.training:
+            self.model.train()
+            for module in self.frozen:
+                module.training = False
+
+    @contextlib.contextmanager
+    def _for_evaluation(self) -> Iterator[None]:
+        """No gradients, layers in evaluation mode, and the averaged weights where there are any."""
+        if self.model.training:
+            self.frozen = [module for module in self.model.modules() if not module.training]
+            self.model.eval()
+        self._swap_average()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._swap_average()
+
+    def _swap_average(self) -> None:
+        for parameter, average in zip(self.parameters, self.average, strict=bool(self.average)):
+            parameter.data, average.data = average.data, parameter.data
+
+    def _to_device(self, batch: HostBatch) -> dict[str, Tensor]:
+        return {name: self._tensor(array) for name, array in batch.items()}
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        host = writable(array)
+        if self.device.type == "cuda":
+            host = host.pin_memory().to(self.device, non_blocking=True)
+        return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
+
+
+class _NoClock:
+    def mark(self, phase: Phase) -> None:
+        """Rehearsals are no steps."""
+
+    def end_step(self, work: float) -> None:
+        """Nor do they end one."""
+
+
+def writable(array: NDArray[Any]) -> Tensor:
+    """A host array as a tensor: over the same memory where a task may change it in place, else over a copy."""
+    return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
+
+
+def samples_of(batch: HostBatch) -> int:
+    """Length of the leading axis."""
+    return len(next(iter(batch.values())))
+
+
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm over all elements of all tensors."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(list(tensors))
+    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])
+
+
+def _sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
+    if isinstance(score, tuple):
+        return float(score[0]), float(score[1])
+    return float(score) * samples, float(samples)
+
+
+def _to_host(output: Tensor) -> NDArray[Any]:
+    output = output.detach().cpu()
+    return (output.float() if output.dtype == torch.bfloat16 else output).numpy()

@@ -1,0 +1,198 @@
+"""What the supervisor does in a Slurm job before the ranks start: stage in, find a launcher that works."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.launch.engines.slurm import client, preflight, stage
+from hpctrain.launch.engines.slurm.job import Job
+from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
+from hpctrain.launch.engines.slurm.preflight import Expected, Problem
+from hpctrain.launch.engines.slurm.probe import scratch_dir
+from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
+from hpctrain.launch.postmortem import last_line
+from hpctrain.run.folder import RunDir
+
+STAGE_IN_S = 3600.0
+"""Longest time that stage-in may take."""
+EMPTY_STEP_S = 30.0
+"""Longest time that a step which does nothing may take."""
+PMIX_STEPS = 2
+"""Steps of an attempt that have a PMIx server: preflight and launch."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """How the ranks of this attempt are started."""
+
+    launcher: Launcher
+    python: str
+    """Interpreter of the ranks: node-local where the environment was staged."""
+    copies: Mapping[str, str]
+    """Node-local copies by source, as the run file writes it."""
+    hosts: Mapping[int, str]
+    """Hosts of ranks, where srun starts them and the preflight has seen them."""
+
+
+def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
+    """Stages in and finds a launcher whose preflight passes.
+
+    Args:
+        config: with the site profile applied.
+        run: the run folder, which exists.
+        job: the allocation.
+
+    Raises:
+        UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
+        NoRequeue: a host that cannot take part; it is named.
+    """
+    found = launchers(config, job)
+    if any(isinstance(launcher, Srun) for launcher in found):
+        skip_steps(PMIX_STEPS * unclean(run.attempts()[:-1], job.id))
+    interpreter, copies = stage_in(config, run, job)
+    if not config.launch.preflight:
+        return Prepared(found[0], interpreter, copies, {})
+    failed: list[str] = []
+    fix = ""
+    for launcher in found:
+        problems, hosts = check(config, run, job, launcher, interpreter)
+        for problem in problems:
+            print(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", file=sys.stderr, flush=True)
+        fatal = next((problem for problem in problems if problem.fatal), None)
+        if fatal is None:
+            return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
+        if not fatal.launcher:
+            raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
+        failed.append(f"{launcher.describe()}: {fatal.what}")
+        fix = fix or fatal.fix
+    raise UserError(f"preflight: {'; '.join(failed)}", fix)
+
+
+def launchers(config: Config, job: Job) -> list[Launcher]:
+    """What may start the ranks here, best first."""
+    offered = client.mpi_types() if shutil.which("srun") else []
+    flavour, mpirun = None, None
+    try:
+        library = probe()
+        flavour = library.flavour
+        mpirun = MpiRun(find_mpirun(library), flavour)
+    except HpctrainError:
+        if config.task and job.ranks > 1 and not offered:
+            raise
+    slurm = config.launch.slurm
+    if slurm.cpus_per_rank is None and (cores := os.environ.get("SLURM_CPUS_PER_TASK")):  # srun does not inherit it
+        slurm = dataclasses.replace(slurm, cpus_per_rank=int(cores))
+    launch = dataclasses.replace(config.launch, slurm=slurm)
+    return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour)
+
+
+def unclean(attempts: Sequence[Mapping[str, Any]], job: str) -> int:
+    """Earlier attempts of this job after which something of its steps may lie around on a node."""
+    clean = (ExitCode.DONE, ExitCode.STOPPED)
+    ours = [dict(attempt.get("verdict") or {}) for attempt in attempts if attempt.get("job") == job]
+    return sum(verdict.get("exit_code") not in clean or verdict.get("cause") is not None for verdict in ours)
+
+
+def skip_steps(number: int) -> None:
+    """Uses up step numbers with empty steps.
+
+    A slurmstepd that dies leaves the socket of its PMIx server on its node, named after job and step. Slurm numbers the
+    steps of a requeued job from 0 again, so a step of the same number would find the address in use.
+    """
+    for _ in range(number):
+        _run(empty_step(), {}, EMPTY_STEP_S)
+
+
+def check(
+    config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str
+) -> tuple[list[Problem], dict[int, str]]:
+    """Problems that the ranks' reports show under one launcher, and the hosts of Slurm's tasks."""
+    slurm = config.launch.slurm
+    needs_mpi = bool(config.task) and job.ranks > 1
+    expected = Expected(job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, needs_mpi)
+    options = [f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
+    command = [interpreter, "-m", "hpctrain.launch.engines.slurm.probe", *options]
+    command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
+    env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
+    _, output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
+    reports = preflight.reports(output.splitlines())
+    problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
+    if any(problem.fatal for problem in problems):
+        print(output, file=sys.stderr, flush=True)
+    return problems, preflight.hosts_of_tasks(reports)
+
+
+def python(config: Config) -> str:
+    """The ranks' interpreter: this one, but inside an image the image's."""
+    return "python3" if config.task and config.launch.slurm.wrap else sys.executable
+
+
+def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]]:
+    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies.
+
+    Raises:
+        NoRequeue: it did not end well on every node.
+    """
+    launch = config.launch
+    own = python(config)
+    if not launch.stage_in and not launch.stage_environment:
+        return own, {}
+    if launch.slurm.wrap and launch.stage_environment:
+        raise UserError(
+            "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
+        )
+    folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
+    command = [
+        sys.executable,
+        "-m",
+        "hpctrain.launch.engines.slurm.stage",
+        str(folder),
+        *map(_absolute, launch.stage_in),
+    ]
+    if launch.stage_environment:
+        archive = run.path / "environment.tar"
+        stage.pack(Path(sys.prefix), archive)
+        command += ["--unpack", str(archive)]
+        own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
+    code, output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
+    if "hpctrain: " in output:
+        what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
+        raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
+    if code:
+        print(output, file=sys.stderr, flush=True)
+        why = last_line(output) or f"it ended with code {code}"
+        raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
+    return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
+
+
+def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of a helper on the nodes; what hangs is ended, with its output until then."""
+    with tempfile.TemporaryFile() as output:
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}
+        ) as process:
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).absolute())

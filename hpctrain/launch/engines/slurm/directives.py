@@ -1,0 +1,266 @@
+"""What a job asks of Slurm, as ordered data: from the configuration, changed by the user's own lines, checked."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpctrain.config.sections import LaunchConfig, SlurmConfig
+from hpctrain.errors import UserError
+from hpctrain.launch.engines.slurm.quoting import directive_value, text
+
+EXCLUSIVE = (
+    {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
+    {"--gpus-per-node", "--gpus-per-task", "--gres=gpu"},
+    {"--requeue", "--no-requeue"},
+    {"--exclusive", "--oversubscribe"},
+    {"--cpus-per-task", "--cpus-per-gpu"},
+    {"--hint", "--threads-per-core"},
+    {"--ntasks-per-node", "--ntasks-per-gpu"},
+)
+"""Sets of directives of which Slurm takes at most one."""
+
+OURS = {
+    "--array",
+    "--chdir",
+    "--dependency",
+    "--export",
+    "--export-file",
+    "--open-mode",
+    "--signal",
+    "--wrap",
+    "--test-only",
+}
+"""Directives that the command line or the supervisor decides about."""
+
+SHORT = {
+    "-A": "--account", "-C": "--constraint", "-G": "--gpus", "-J": "--job-name", "-L": "--licenses", "-M": "--clusters",
+    "-N": "--nodes", "-a": "--array", "-c": "--cpus-per-task", "-d": "--dependency", "-e": "--error", "-n": "--ntasks",
+    "-o": "--output", "-p": "--partition", "-q": "--qos", "-s": "--oversubscribe", "-t": "--time", "-w": "--nodelist",
+    "-x": "--exclude", "-b": "--begin", "-H": "--hold", "-k": "--no-kill", "-D": "--chdir", "-S": "--core-spec",
+}  # fmt: skip
+
+PATTERNS = {
+    "account": r"[A-Za-z0-9][\w.@+-]*",
+    "partition": r"[A-Za-z0-9][\w.+-]*(,[A-Za-z0-9][\w.+-]*)*",
+    "qos": r"[A-Za-z0-9][\w.+-]*(,[A-Za-z0-9][\w.+-]*)*",
+    "reservation": r"[A-Za-z0-9][\w.+-]*(,[A-Za-z0-9][\w.+-]*)*",
+    "constraint": r"[\w.:+*&|,()\[\]-]+",
+    "licenses": r"[A-Za-z0-9][\w.@+-]*(:\d+)?([,][A-Za-z0-9][\w.@+-]*(:\d+)?)*",
+    "mail_user": r"[\w.+@,-]+",
+    "mail_type": r"[A-Z_0-9]+(,[A-Z_0-9]+)*",
+    "begin": r"[\w:+/.-]+",
+    "time": r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
+    "time_min": r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}",
+    "gpu_type": r"[A-Za-z0-9][\w.-]*",
+}
+"""What Slurm can take as each field."""
+
+EXAMPLES = {
+    "time": "30 (minutes), 01:30:00 or 2-12:00:00",
+    "time_min": "30 (minutes), 01:30:00 or 2-12:00:00",
+    "mail_type": "END,FAIL",
+    "licenses": "matlab:1",
+    "begin": "now+1hour or 2027-01-31T18:00",
+}
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One ``#SBATCH`` line: a long option, and its value where it has one."""
+
+    name: str
+    value: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.value is None else f"{self.name}={directive_value(self.value)}"
+
+    @property
+    def kind(self) -> str:
+        """The name under which it excludes others: GPUs by --gres count as such."""
+        return "--gres=gpu" if self.name == "--gres" and (self.value or "").startswith("gpu") else self.name
+
+
+def seconds(limit: str) -> int | None:
+    """A Slurm time limit in seconds (minutes, minutes:seconds, hours:m:s, days-hours[:m[:s]]); None if unlimited."""
+    if not re.fullmatch(PATTERNS["time"], limit):
+        raise UserError(f"launch.slurm.time is {limit!r}", f"write {EXAMPLES['time']}")
+    if not limit[0].isdigit():
+        return None
+    days, _, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, secs = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, secs = parts
+    else:
+        hours, (minutes, secs) = 0, (*parts, 0)[:2]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs
+
+
+def ranks_per_node(launch: LaunchConfig) -> int:
+    """As given; else one a GPU; else one."""
+    return launch.ranks_per_node or launch.slurm.gpus_per_node or 1
+
+
+def build(
+    name: str, launch: LaunchConfig, output: str, signal_s: int, array: str | None = None
+) -> tuple[Directive, ...]:
+    """The directives of a job, in the order in which its script shows them.
+
+    Args:
+        name: job name.
+        launch: with the site profile applied.
+        output: path of the job's log; Slurm fills in %j, %A, %a.
+        signal_s: seconds before the time limit at which Slurm signals the supervisor.
+        array: indices of a job array, such as 0-7%4.
+
+    Raises:
+        UserError: a value that Slurm cannot take, or directives that exclude each other.
+    """
+    slurm = launch.slurm
+    for field, pattern in PATTERNS.items():
+        value = getattr(slurm, field)
+        if value is not None and not re.fullmatch(pattern, value, re.ASCII):
+            raise UserError(
+                f"launch.slurm.{field} is {value!r}", f"write {EXAMPLES.get(field, 'a name as Slurm lists it')}"
+            )
+    limit = seconds(slurm.time) if slurm.time else None
+    if limit is not None and signal_s >= limit:
+        raise UserError(
+            f"launch.slurm.time {slurm.time} leaves no time before the stop signal {signal_s} s ahead of its end",
+            f"give a time of more than {signal_s} s, or a smaller launch.slurm.signal_s",
+        )
+    made = [
+        Directive("--job-name", text(name, "name")),
+        *_given(slurm, "account", "partition", "qos", "constraint", "reservation", "licenses"),
+        Directive("--nodes", str(launch.nodes)),
+        Directive("--ntasks-per-node", str(ranks_per_node(launch))),
+        *_given(slurm, "cpus_per_rank", rename="--cpus-per-task"),
+        *_gpus(launch),
+        *_memory(slurm),
+        *_given(slurm, "time", "time_min", "begin"),
+        *([Directive("--exclusive")] if slurm.exclusive else []),
+        *([Directive("--exclude", ",".join(_hosts(slurm.exclude)))] if slurm.exclude else []),
+        *([Directive("--array", array)] if array else []),
+        # B: the signal goes to the supervisor only; ranks would die of it.
+        Directive("--signal", f"B:USR1@{signal_s}"),
+        Directive("--requeue" if slurm.requeue is not False else "--no-requeue"),
+        Directive("--open-mode", "append"),
+        Directive("--output", text(output, "run_dir")),
+        *_given(slurm, "mail_user", "mail_type", "comment"),
+    ]
+    return check(change(made, slurm))
+
+
+def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
+    """Leaves out, replaces and adds what the user says."""
+    names = {directive.name for directive in made}
+    skipped = {_long(name) for name in slurm.skip}
+    replaced = {_long(name): parse(line, "launch.slurm.replace") for name, line in slurm.replace.items()}
+    for name in sorted((skipped | replaced.keys()) - names):
+        near = difflib.get_close_matches(name, names, n=1)
+        raise UserError(
+            f"launch.slurm names {name}, which the script does not have",
+            f"did you mean {near[0]}?"
+            if near
+            else f"name one of {', '.join(sorted(names))}, or use launch.slurm.extra",
+        )
+    if both := sorted(skipped & replaced.keys()):
+        raise UserError(f"launch.slurm both skips and replaces {both[0]}", "keep one of the two")
+    kept = [replaced.get(directive.name, directive) for directive in made if directive.name not in skipped]
+    return [*kept, *(parse(line, "launch.slurm.extra") for line in slurm.extra)]
+
+
+def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
+    """Raises UserError where a directive stands twice or excludes another."""
+    directives = tuple(directives)
+    kinds = [directive.kind for directive in directives]
+    for kind in kinds:
+        if kinds.count(kind) > 1 and kind != "--gres":
+            raise UserError(
+                f"the script would have {kind} twice", f"use launch.slurm.replace for {kind} in place of extra"
+            )
+    for group in EXCLUSIVE:
+        found = [kind for kind in kinds if kind in group]
+        if len(found) > 1:
+            raise UserError(
+                f"{' and '.join(found)} exclude each other",
+                f"keep one, and put {found[0]} into launch.slurm.skip if it is ours",
+            )
+    return directives
+
+
+def parse(line: str, key: str) -> Directive:
+    """A directive as users write it: ``--mem=4G``, ``--mem 4G``, ``-p long``, ``#SBATCH --exclusive``."""
+    words = text(line, key).strip().removeprefix("#SBATCH").strip()
+    match = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:(?:=|\s+|(?<=^-[A-Za-z]))(.+))?", words)
+    if not match:
+        raise UserError(f"{key} has {line!r}", "write a directive as in a script, such as --nice=100")
+    name, value = _long(match.group(1)), match.group(2)
+    if name in OURS and key.endswith("extra"):
+        raise UserError(f"{key} has {name}, which hpctrain sets itself", _alternative(name))
+    if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]
+    return Directive(name, value)
+
+
+def _alternative(name: str) -> str:
+    return {
+        "--array": "use hpctrain submit --array",
+        "--dependency": "use hpctrain submit --after",
+        "--signal": "use launch.slurm.signal_s",
+    }.get(name, "leave it out")
+
+
+def _long(name: str) -> str:
+    name = name.strip()
+    return SHORT.get(name, name if name.startswith("-") else f"--{name}")
+
+
+def _given(slurm: SlurmConfig, *fields: str, rename: str | None = None) -> list[Directive]:
+    """One directive for each field that has a value; comment and such are free text."""
+    names = {"mail_user": "--mail-user", "mail_type": "--mail-type", "time_min": "--time-min"}
+    return [
+        Directive(rename or names.get(field, f"--{field}"), text(str(value), f"launch.slurm.{field}"))
+        for field in fields
+        if (value := getattr(slurm, field)) is not None
+    ]
+
+
+def _gpus(launch: LaunchConfig) -> list[Directive]:
+    slurm = launch.slurm
+    if slurm.gpus_per_node is None:
+        return []
+    model = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    if slurm.gpu_request == "gpus-per-task":
+        each, rest = divmod(slurm.gpus_per_node, ranks_per_node(launch))
+        if rest or not each:
+            raise UserError(
+                f"{slurm.gpus_per_node} GPUs of a node do not divide by {ranks_per_node(launch)} ranks",
+                "change launch.ranks_per_node, or set launch.slurm.gpu_request: gpus-per-node",
+            )
+        return [Directive("--gpus-per-task", f"{model}{each}")]
+    if slurm.gpu_request == "gpus-per-node":
+        return [Directive("--gpus-per-node", f"{model}{slurm.gpus_per_node}")]
+    return [Directive("--gres", f"gpu:{model}{slurm.gpus_per_node}")]
+
+
+def _memory(slurm: SlurmConfig) -> list[Directive]:
+    if slurm.memory is None:
+        return []
+    match = re.fullmatch(r"(\d+[KMGT]?)(?:/(cpu|gpu))?", slurm.memory)
+    if not match:
+        raise UserError(
+            f"launch.slurm.memory is {slurm.memory!r}", "write 4G (each node), 2G/cpu, 16G/gpu or 0 (all of the node)"
+        )
+    return [Directive(f"--mem-per-{match.group(2)}" if match.group(2) else "--mem", match.group(1))]
+
+
+def _hosts(exclude: Iterable[str]) -> list[str]:
+    for host in exclude:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.,\[\]-]*", host, re.ASCII):
+            raise UserError(f"launch.slurm.exclude has {host!r}", "give host names such as node[01-04]")
+    return list(exclude)

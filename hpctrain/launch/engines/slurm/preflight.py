@@ -1,0 +1,225 @@
+"""Checks before the ranks start, in seconds: what every rank reports is judged, and what is wrong names its host."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.launch.engines.slurm.probe import MARK
+
+Reports = Sequence[dict[str, Any]]
+
+CLOCK_S = 5.0
+"""Clocks of nodes that differ by more break the order of events and file times."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the job asked for."""
+
+    nodes: int
+    ranks: int
+    gpus_per_node: int = 0
+    cpus_per_rank: int = 1
+    mpi: bool = True
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that would break or slow the run."""
+
+    what: str
+    fix: str
+    host: str | None = None
+    launcher: bool = False
+    """Another launcher may cure it."""
+    fatal: bool = True
+
+
+def reports(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The probes' reports among whatever else the ranks printed."""
+    found = []
+    for line in lines:
+        _, mark, rest = line.partition(MARK)
+        if mark:
+            try:
+                found.append(json.JSONDecoder().raw_decode(rest)[0])
+            except ValueError:
+                continue
+    return found
+
+
+def hosts_of_tasks(found: Reports) -> dict[int, str]:
+    """Hosts of Slurm's tasks; meaningless where srun did not start the ranks."""
+    return {int(report["task"]): report["host"] for report in found if report["stage"] == "host" and report.get("task")}
+
+
+def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list[Problem]:
+    """All problems, the fundamental ones first.
+
+    Args:
+        found: reports of all ranks that spoke.
+        expected: what the job asked for.
+        hosts: names of the job's nodes, to name one that never spoke.
+    """
+    first = [report for report in found if report["stage"] == "host"]
+    joined = [report for report in found if report["stage"] == "mpi"]
+    problems = [
+        *_silent(first, expected, hosts),
+        *_folders(first),
+        *_devices(first, expected),
+        *_cores(first, expected),
+    ]
+    if expected.mpi:
+        problems += [*_mpi(first, joined, expected), *_clocks(joined)]
+    return sorted(problems, key=lambda problem: not problem.fatal)
+
+
+def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Problem]:
+    spoke = {_short(name) for report in first for name in (report["host"], report.get("node")) if name}
+    silent = [host for host in hosts if _short(host) not in spoke]
+    if silent and first:
+        fix = "look at the launcher's messages above; exclude the host if it is broken"
+        return [Problem(f"no rank on {host} answered", fix, host) for host in silent]
+    if len(first) < expected.ranks:
+        what = f"{len(first)} of {expected.ranks} ranks answered"
+        return [Problem(what, "look at the launcher's messages above", launcher=True)]
+    return []
+
+
+def _folders(first: Reports) -> list[Problem]:
+    found = {}
+    for report in first:
+        host = report["host"]
+        if error := report["scratch_error"]:
+            what = f"scratch of {host} cannot be written: {error}"
+            fix = f"exclude the host (--exclude {host}), or name another folder in launch.slurm.scratch"
+            found[host, "scratch"] = Problem(what, fix, host)
+        if error := report["run_dir_error"]:
+            what = f"the run folder cannot be written on {host}: {error}"
+            found[host, "run"] = Problem(what, "put run_dir on a file system that all nodes share and may write", host)
+    return list(found.values())
+
+
+def _devices(first: Reports, expected: Expected) -> list[Problem]:
+    if not expected.gpus_per_node:
+        return []
+    problems = []
+    for host, ranks in _by_host(first).items():
+        visible = {device for report in ranks for device in report["devices"]}
+        # With --gpus-per-task each rank sees one device, which may be numbered 0 on each; UUIDs tell them apart.
+        share = expected.gpus_per_node // max(1, len(ranks))
+        private = all(name.isdigit() for name in visible) and all(len(report["devices"]) == share for report in ranks)
+        if len(visible) < expected.gpus_per_node and not (private and visible):
+            what = f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs"
+            problems.append(
+                Problem(what, f"exclude the host (--exclude {host}); hpctrain doctor on it tells more", host)
+            )
+    return problems
+
+
+def _cores(first: Reports, expected: Expected) -> list[Problem]:
+    """Ranks that share a core: a launcher that bound them all to the same one, often."""
+    problems = []
+    for host, ranks in _by_host(first).items():
+        cores = functools.reduce(operator.or_, (int(report["cpus"], 16) for report in ranks)).bit_count()
+        if cores < len(ranks) * max(1, expected.cpus_per_rank):
+            what = f"{len(ranks)} ranks on {host} share {cores} cores"
+            fix = "set launch.slurm.cpus_per_rank to what the node has, or cpu_bind: none"
+            problems.append(Problem(what, fix, host, fatal=False))
+    return problems
+
+
+def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Problem]:
+    """The most fundamental thing that is wrong with MPI; what follows from it is not told."""
+    for report in joined:
+        if "mpi_error" in report:
+            what = f"{report['host']}: {report['mpi_error']}"
+            return [Problem(what, "install hpctrain[mpi] in the job's environment", report["host"])]
+    checks = (_not_started, _alone, _hanging, _wrong_sum, _same_place, _missing_nodes)
+    found = (check(first, joined, expected) for check in checks)
+    return next(([problem] for problem in found if problem is not None), [])
+
+
+def _not_started(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    if joined or not first:
+        return None
+    fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
+    return Problem("MPI did not start on any rank", fix, launcher=True)
+
+
+def _alone(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    sizes = {report["size"] for report in joined}
+    if not joined or sizes == {expected.ranks}:
+        return None
+    library = joined[0]["library"]
+    if sizes == {1}:
+        what = f"{len(joined)} ranks of {library} each believe to be alone: srun's MPI type does not match the library"
+        fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"
+        return Problem(what, fix, launcher=True)
+    what = f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}"
+    return Problem(what, "try launch.launcher: mpirun", launcher=True)
+
+
+def _hanging(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    if not joined or len(joined) == expected.ranks:
+        return None
+    late = sorted({report["host"] for report in first} - {report["host"] for report in joined})
+    where = f": ranks hang on {', '.join(late)}" if late else ""
+    what = f"an allreduce over {expected.ranks} ranks ended on {len(joined)} only{where}"
+    fix = "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)"
+    return Problem(what, fix, late[0] if late else None, launcher=True)
+
+
+def _wrong_sum(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    right = expected.ranks * (expected.ranks - 1) // 2
+    host = next((report["host"] for report in joined if report["sum"] != right), None)
+    return (
+        Problem(f"an allreduce over all ranks gave a wrong sum on {host}", "exclude the host", host) if host else None
+    )
+
+
+def _same_place(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    places = defaultdict(list)
+    for report in joined:
+        places[report["host"], report["local_rank"]].append(report["rank"])
+    for (host, local_rank), ranks in places.items():
+        if len(ranks) > 1:
+            what = f"ranks {ranks} on {host} all have local rank {local_rank}: MPI takes one node for several"
+            return Problem(what, "check that containers share the host's name and /dev/shm", host)
+    return None
+
+
+def _missing_nodes(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+    hosts = sorted({report["host"] for report in joined})
+    if not hosts or len(hosts) == expected.nodes:
+        return None
+    what = f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(hosts)})"
+    return Problem(what, "check launch.slurm.srun_options", launcher=True)
+
+
+def _clocks(joined: Reports) -> list[Problem]:
+    """Clocks read right after a barrier; the median is taken for right."""
+    times = sorted(report["after"] for report in joined if "after" in report)
+    if not times:
+        return []
+    right = times[len(times) // 2]
+    off = {report["host"]: report["after"] - right for report in joined if abs(report["after"] - right) > CLOCK_S}
+    fix = "have the site synchronize it"
+    return [Problem(f"the clock of {host} is {by:+.0f} s off", fix, host, fatal=False) for host, by in off.items()]
+
+
+def _by_host(first: Reports) -> dict[str, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for report in first:
+        found[report["host"]].append(report)
+    return dict(found)
+
+
+def _short(host: str) -> str:
+    return host.split(".")[0]

@@ -1,0 +1,115 @@
+"""What every rank reports before the run starts: ``python -m hpctrain.launch.engines.slurm.probe``.
+
+Prints one JSON line before MPI is touched, so that a host whose MPI hangs is known, and one after a small allreduce.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MARK = "hpctrain-probe "
+
+
+def main() -> int:
+    """Looks around, says what it found, then joins the others."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--scratch", default="")
+    parser.add_argument("--mpi", action="store_true")
+    args = parser.parse_args()
+    host = {
+        "host": socket.gethostname(),
+        "node": os.environ.get("SLURMD_NODENAME"),
+        "pid": os.getpid(),
+        "task": os.environ.get("SLURM_PROCID"),
+        "time": time.time(),
+        "cpus": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
+        "devices": devices(),
+        "run_dir_error": write_error(args.run_dir),
+        "scratch_error": write_error(scratch_dir(args.scratch)),
+        "scratch": str(scratch_dir(args.scratch)),
+    }
+    say({"stage": "host", **host})
+    if args.mpi:
+        say({"stage": "mpi", "host": host["host"], "pid": host["pid"], **join()})
+    return 0
+
+
+def say(report: dict) -> None:
+    """One write of one line, so that ranks do not mix; srun keeps lines of up to 1024 bytes together."""
+    os.write(sys.stdout.fileno(), (MARK + json.dumps(report) + "\n").encode())
+
+
+def scratch_dir(named: str) -> Path:
+    """The node-local folder: $NAME is read here, on the node; the system's temporary folder if there is none."""
+    if named.startswith("$"):
+        variable, _, rest = named[1:].partition("/")
+        base = os.environ.get(variable.strip("{}"))
+        return Path(base, rest) if base else Path(tempfile.gettempdir())
+    return Path(named) if named else Path(tempfile.gettempdir())
+
+
+def write_error(folder: Path) -> str | None:
+    """Why a file cannot be written there, or None."""
+    name = folder / f".hpctrain-probe-{socket.gethostname()}-{os.getpid()}"
+    try:
+        name.write_bytes(b"x" * 4096)
+        name.unlink()
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return None
+
+
+def devices() -> list[str]:
+    """GPUs that this process can use: their UUIDs where the driver tells, else what the launcher names."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES"))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [word for word in (named or "").split(",") if word]
+    every = [
+        line.split("UUID: ")[1].rstrip(")")
+        for line in listed.splitlines()
+        if line.startswith("GPU ") and "UUID" in line
+    ]
+    if named is None:
+        return every
+    return [
+        every[int(word)] if word.isdigit() and int(word) < len(every) else word for word in named.split(",") if word
+    ]
+
+
+def join() -> dict:
+    """Rank and size as MPI sees them, after one allreduce over all ranks."""
+    import numpy as np
+
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        return {"mpi_error": f"mpi4py cannot be imported: {error}"}
+    world = MPI.COMM_WORLD
+    local = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    total = np.array([world.rank], dtype=np.int64)
+    world.Allreduce(MPI.IN_PLACE, total)
+    world.Barrier()
+    return {
+        "rank": world.rank,
+        "size": world.size,
+        "local_rank": local.rank,
+        "local_size": local.size,
+        "sum": int(total[0]),
+        "after": time.time(),
+        "library": MPI.Get_library_version().split("\n")[0].split(",")[0].rstrip("\0 "),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

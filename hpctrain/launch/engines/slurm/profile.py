@@ -1,0 +1,182 @@
+"""Site profiles: what a centre wants of every job, in TOML with the keys of the run file's ``launch`` section.
+
+Layers, each over the one before: built-in ``generic``; the profile that the run file names; the site's own
+``~/.config/hpctrain/site.toml``; the run file; the command line. Single values replace, lists add up, mappings merge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.sections import LaunchConfig, SlurmConfig
+from hpctrain.errors import UserError
+from hpctrain.launch.engines.slurm.resources import template_dir
+
+APPLIED = "none"
+"""Name of the profile of a configuration that profiles have been applied to, or that wants none."""
+
+REPLACED = {"wrap", "stage_in"}
+"""Lists that are one value: a later layer replaces them."""
+
+Layer = Mapping[str, Any]
+"""Values of ``launch``, with those of ``launch.slurm`` under ``slurm``; lists as tuples."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile and where it was read."""
+
+    name: str
+    source: Path
+    description: str
+    verified: bool
+    layer: Layer
+
+
+def site_dir() -> Path:
+    """The site's or user's own folder: ``$HPCTRAIN_SITE``, else ``~/.config/hpctrain``."""
+    if named := os.environ.get("HPCTRAIN_SITE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hpctrain"
+
+
+def resolve(launch: LaunchConfig, site: Path | None = None) -> LaunchConfig:
+    """The configuration over all profiles that apply to it."""
+    if launch.slurm.profile == APPLIED:
+        return launch
+    return apply(launch, [profile.layer for profile in layers(launch.slurm.profile, site or site_dir())])
+
+
+def layers(name: str, site: Path) -> list[Profile]:
+    """The profiles under a run file that names this one, lowest first."""
+    found = [read(template_dir() / "profiles" / "generic.toml")]
+    if name != "generic":
+        found.append(read(find(name, site)))
+    if (site / "site.toml").is_file():
+        found.append(read(site / "site.toml"))
+    return found
+
+
+def find(name: str, site: Path) -> Path:
+    """The file of a named profile: a path, one of the site's, or a built-in one."""
+    if name.endswith(".toml"):
+        return Path(name)
+    folders = [site / "profiles", template_dir() / "profiles"]
+    for folder in folders:
+        if (folder / f"{name}.toml").is_file():
+            return folder / f"{name}.toml"
+    known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
+    near = difflib.get_close_matches(name, known, n=1)
+    fix = f"did you mean {near[0]}?" if near else f"name one of {', '.join(known)}, or write one to {folders[0]}"
+    raise UserError(f"there is no Slurm profile {name!r}", fix)
+
+
+def read(path: Path) -> Profile:
+    """Reads and checks one file."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"profile {path} cannot be read: {error.strerror}", "give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"profile {path} is not TOML: {error}", "correct the line") from error
+    description, verified = raw.pop("description", ""), raw.pop("verified", False)
+    return Profile(path.stem, path, description, verified, _checked(raw, path))
+
+
+def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
+    """The configuration with its empty fields filled from layers, the last one strongest."""
+    outer: dict[str, Any] = {}
+    inner: dict[str, Any] = {}
+    for layer in profiles:
+        outer = _over(outer, {key: value for key, value in layer.items() if key != "slurm"})
+        inner = _over(inner, layer.get("slurm", {}))
+    slurm = dataclasses.replace(launch.slurm, **_over(inner, _given(launch.slurm)), profile=APPLIED)
+    return dataclasses.replace(launch, **_over(outer, _given(launch)), slurm=slurm)
+
+
+def _given(section: LaunchConfig | SlurmConfig) -> dict[str, Any]:
+    """Fields that the user gave: neither empty nor ``auto``."""
+    fields = {name: getattr(section, name) for name in _allowed(type(section))}
+    return {name: value for name, value in fields.items() if value not in (None, (), {}, "auto")}
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the one above winning."""
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, tuple) and key not in REPLACED:
+            value = (*below.get(key, ()), *value)
+        elif isinstance(value, dict):
+            value = {**below.get(key, {}), **value}
+        merged[key] = value
+    return merged
+
+
+def _allowed(section: type) -> dict[str, Any]:
+    """Fields that a profile may give, with their types: those that are empty by default."""
+    hints = typing.get_type_hints(section)
+    return {
+        entry.name: hints[entry.name]
+        for entry in dataclasses.fields(section)
+        if entry.default in (None, (), "auto") or entry.default_factory is dict
+    }
+
+
+def _checked(raw: dict[str, Any], path: Path) -> Layer:
+    if extra := set(raw) - {"launch"}:
+        raise UserError(f"{path} has the key {sorted(extra)[0]!r}", "put everything under [launch] and [launch.slurm]")
+    launch = raw.get("launch", {})
+    slurm = launch.pop("slurm", {}) if isinstance(launch, dict) else {}
+    return {
+        **_section(LaunchConfig, launch, f"{path}: launch"),
+        "slurm": _section(SlurmConfig, slurm, f"{path}: launch.slurm"),
+    }
+
+
+def _section(section: type, values: Any, place: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise UserError(f"{place} is no table", "write [launch] and [launch.slurm]")
+    allowed = _allowed(section)
+    for key in values:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1)
+            raise UserError(
+                f"{place}.{key} is nothing that a profile can give",
+                f"did you mean {near[0]}?" if near else f"use {', '.join(allowed)}",
+            )
+    return {key: _value(value, allowed[key], f"{place}.{key}") for key, value in values.items()}
+
+
+def _value(value: Any, kind: Any, place: str) -> Any:
+    """The value as the configuration holds it, if its type is right."""
+    options = [option for option in (typing.get_args(kind) if _is_union(kind) else (kind,)) if option is not type(None)]
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if origin is dict and isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
+            return value
+        if origin is typing.Literal and value in typing.get_args(option):
+            return value
+        if origin is None and type(value) is option:
+            return value
+    names = {"str": "text", "int": "an integer", "bool": "true or false"}
+    wanted = {tuple: "a list of texts", dict: "a table of texts"}
+    option = options[0]
+    origin = typing.get_origin(option)
+    fix = wanted.get(origin) if origin in wanted else names.get(getattr(option, "__name__", ""))
+    raise UserError(f"{place} cannot be {value!r}", f"give {fix or ' or '.join(map(str, typing.get_args(option)))}")
+
+
+def _is_union(kind: Any) -> bool:
+    import types
+
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)

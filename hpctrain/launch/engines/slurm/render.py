@@ -1,0 +1,127 @@
+"""Job scripts as text: pure functions from a configuration to what sbatch reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from hpctrain.config.sections import Config, LaunchConfig
+from hpctrain.launch.engines.slurm.directives import Directive, build, seconds
+from hpctrain.launch.engines.slurm.quoting import shell_word, text, variable
+from hpctrain.launch.engines.slurm.resources import template_dir
+
+EARLY_S = 60
+"""Slurm may send the signal this many seconds early (sbatch --signal)."""
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """Everything that a script holds; ``render`` only writes it down."""
+
+    directives: tuple[Directive, ...]
+    origin: str
+    """Comment that says where the script comes from."""
+    modules: tuple[str, ...]
+    """Environment modules."""
+    setup: tuple[str, ...]
+    """Shell lines of the user, as they stand."""
+    bin: str | None
+    """Folder of the Python environment, put before PATH."""
+    env: Mapping[str, str]
+    """Environment variables."""
+    run_file: str | None
+    """Run file; the folder of the elements' run folders for an array; None: the script's first argument."""
+    signal_s: int
+    """Seconds before the time limit at which the supervisor is told to stop; it has them told, too."""
+    elements: bool = False
+    """The job is an array."""
+
+
+def job_script(
+    config: Config, run_file: Path, logs: Path, bin_dir: Path | None, signal_s: int, array: str | None = None
+) -> JobScript:
+    """The script of a run.
+
+    Args:
+        config: with the site profile applied (``profile.resolve``).
+        run_file: run file that the job supervises; for an array the folder that holds ``<index>/run.yaml``.
+        logs: existing folder for the job's own log.
+        bin_dir: folder of ``hpctrain``, where the job's environment does not have it on PATH.
+        signal_s: seconds before the time limit at which the supervisor is told to stop.
+        array: indices of an array job.
+
+    Raises:
+        UserError: a value that Slurm or the shell cannot take.
+    """
+    # Slurm fills in what follows a percent sign.
+    folder = text(str(logs), "run_dir").replace("%", "%%")
+    output = f"{folder}/slurm-{'%A_%a' if array else '%j'}.out"
+    directives = build(config.name, config.launch, output, signal_s, array)
+    return JobScript(
+        origin=f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again.",
+        run_file=text(str(run_file), "run file"),
+        bin=None if bin_dir is None else text(str(bin_dir), "environment"),
+        signal_s=signal_s,
+        elements=array is not None,
+        **_parts(directives, config.launch),
+    )
+
+
+def portable_script(config: Config, signal_s: int) -> JobScript:
+    """A script for any run file: ``sbatch script.sbatch run.yaml``, with hpctrain on PATH."""
+    directives = build(config.name, config.launch, "%x-%j.out", signal_s)
+    return JobScript(
+        origin="Usage: sbatch THIS_SCRIPT run.yaml",
+        run_file=None,
+        bin=None,
+        signal_s=signal_s,
+        **_parts(directives, config.launch),
+    )
+
+
+def render(job: JobScript) -> str:
+    """The script's text, ending in a newline."""
+    return _templates().get_template("job.sh.j2").render(job=job)
+
+
+def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: float | None = None) -> int:
+    """Seconds before the time limit at which a job is told to stop.
+
+    As given; else twice the longest step and save that an earlier attempt measured, plus what Slurm may be early; else
+    a tenth of the time limit, between 30 s and 5 minutes.
+    """
+    if launch.slurm.signal_s:
+        return launch.slurm.signal_s
+    limit = seconds(launch.slurm.time) if launch.slurm.time else None
+    if step_s is not None and save_s is not None:
+        wanted = EARLY_S + math.ceil(2 * (step_s + save_s))
+        return wanted if limit is None else max(1, min(wanted, limit // 2))
+    return 300 if limit is None else max(1, min(300, max(30, limit // 10), limit // 2))
+
+
+def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict:
+    return {
+        "directives": directives,
+        "modules": tuple(text(module, "launch.modules") for module in launch.modules),
+        "setup": launch.setup,
+        "env": {variable(name, "launch.env"): value for name, value in launch.env.items()},
+    }
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template_dir() / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell, not HTML: every value goes through `word`
+    )
+    environment.filters["word"] = shell_word
+    return environment

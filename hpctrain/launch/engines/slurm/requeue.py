@@ -1,0 +1,103 @@
+"""What follows an attempt in a Slurm job: the same job again, a new one elsewhere, or nothing more."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
+from hpctrain.launch.engines.slurm import client
+from hpctrain.launch.engines.slurm.job import Job
+from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
+from hpctrain.launch.engines.slurm.submission import Submitted, note, submissions
+from hpctrain.launch.supervisor import say
+from hpctrain.monitor.chief.exclude import excluded
+from hpctrain.run.folder import RunDir
+
+T = TypeVar("T")
+PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""Between questions to a controller that does not hear."""
+
+
+class Ended(UserError):
+    """Somebody has cancelled the job."""
+
+
+def requeue(config: Config, run: RunDir, job: Job) -> bool:
+    """Has Slurm run the job again; whether Slurm will end this process for it.
+
+    Slurm cannot exclude hosts from a job that runs, so where the monitor has found one to leave out, the script is
+    submitted anew.
+
+    Raises:
+        Ended: somebody has cancelled the job.
+        UserError: the site does not requeue.
+        NoRequeue: the cap is reached.
+        RunFailed: Slurm refused.
+    """
+    slurm = config.launch.slurm
+    if who_ends(client.job_fields(job.id), job.restarts) is Who.PERSON:
+        raise Ended("the job has been cancelled", "hpctrain resume goes on from the last checkpoint")
+    if slurm.requeue is False:
+        raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
+    if requeues(run.attempts(), submissions(run), job.id) >= slurm.max_requeues:
+        raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
+    # Slurm's names of nodes have no domain, most often; the monitor's are the hosts' own.
+    avoided = [entry.host.partition(".")[0] for entry in excluded(run.monitor, time.time())]
+    script = run.path / "job.sbatch"
+    if avoided and config.monitor.action == "exclude_on_requeue" and script.exists():
+        hosts = ",".join([*slurm.exclude, *avoided])
+        try:
+            number = patiently(lambda: client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"]))
+        except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
+            say(f"the job goes on without leaving out {', '.join(avoided)}: {error.what}")
+        else:
+            note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
+            return False
+    patiently(lambda: put_back(job), client.Unanswered)
+    return True
+
+
+def put_back(job: Job) -> None:
+    """Has Slurm requeue the job, unless an earlier question that it has not answered did."""
+    if who_ends(client.job_fields(job.id), job.restarts) is not Who.REQUEUE:
+        client.requeue(job.id)
+
+
+def patiently(ask: Callable[[], T], again: type[client.Unanswered] = client.Unheard) -> T:
+    """Asks again where Slurm's controller is down for a while: a run must not end for its restart."""
+    for pause in PAUSES_S:
+        try:
+            return ask()
+        except again as error:
+            say(f"{error.what}; asking again in {pause:.0f} s")
+            time.sleep(pause)
+    return ask()
+
+
+def requeues(attempts: Sequence[Mapping[str, Any]], jobs: Sequence[Submitted], job: str) -> int:
+    """Times that the job, or one that it replaces, has started again: by us, by Slurm or by a person."""
+    replaced = {each.job: each.replaces for each in jobs}
+    line: list[str | None] = [job]
+    while (before := replaced.get(str(line[-1]))) is not None:
+        line.append(before)
+    return max(0, sum(attempt.get("job") in line for attempt in attempts) - 1)
+
+
+def end_chain(run: RunDir, job: Job) -> None:
+    """Takes the jobs that were to follow out of the queue: there is nothing left to do, or it would fail again."""
+    jobs = [each.job for each in submissions(run)]
+    later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
+    if later:
+        take_out(later, pending_only=True)
+
+
+def take_out(jobs: Sequence[str], pending_only: bool = False) -> None:
+    """Cancels jobs that have nothing left to do; what has become of the run does not change where Slurm is silent."""
+    try:
+        client.cancel(jobs, pending_only=pending_only)
+    except HpctrainError as error:
+        say(str(error))

@@ -1,0 +1,273 @@
+"""From a run file to a job in the queue: the run folder, the script in it, and a record of what was submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.config.loading import dump, load
+from hpctrain.config.sections import Config
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.launch.engines.slurm import client, profile
+from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
+from hpctrain.run.folder import RunDir, append_bytes, write_atomically
+from hpctrain.system.output import say
+
+ALIVE = (
+    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
+    *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
+)
+"""States of jobs that may still act on the run folder."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is ready to be submitted; nothing has been written yet."""
+
+    config: Config
+    run: RunDir
+    script: str
+    elements: tuple[Config, ...] = ()
+    """Runs of an array; each has its own folder below the array's."""
+
+    @property
+    def script_file(self) -> Path:
+        """The script's place in the run folder."""
+        return self.run.path / "job.sbatch"
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """One line of jobs.jsonl."""
+
+    job: str
+    time: float
+    cwd: str
+    """Folder that the job starts in: relative paths of the task are meant from there."""
+    chain: int = 0
+    """Place in a chain of jobs that follow each other."""
+    replaces: str | None = None
+    """Job that this one goes on for, without the hosts that the monitor excludes."""
+
+
+def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
+    """The configuration and folder behind a run file or a run folder."""
+    path = Path(target)
+    config = load(path / "run.yaml" if path.is_dir() else path, overrides)
+    return config, RunDir(path.absolute()) if path.is_dir() and not config.run_dir else RunDir.for_config(config)
+
+
+def folder(target: str) -> RunDir:
+    """The run folder behind a run file or a run folder; for looking on, its run file need not be valid."""
+    return RunDir(Path(target).absolute()) if Path(target).is_dir() else open_run(target)[1]
+
+
+def runs(target: str) -> list[RunDir]:
+    """The run, or the elements of an array."""
+    run = folder(target)
+    if not run.path.is_dir():
+        raise UserError(f"there is no run folder {run.path}", "submit the run first, or give its folder")
+    return elements_of(run) or [run]
+
+
+def elements_of(array: RunDir) -> list[RunDir]:
+    """The runs of an array, by index; none where this is the folder of one run."""
+    found = [path.parent for path in array.path.glob("*/run.yaml") if path.parent.name.isdigit()]
+    return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name))]
+
+
+def plan(
+    config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1
+) -> Plan:
+    """Everything that a submission needs, checked; pure but for reading profiles, the run file and old events.
+
+    Args:
+        config: as loaded.
+        run: its folder.
+        array: override words of each element of a job array.
+        at_once: elements that may run at the same time.
+        chain: jobs that follow each other; more than one does not requeue.
+    """
+    config = settle(config, run)
+    if chain > 1:
+        slurm = dataclasses.replace(config.launch.slurm, requeue=False)
+        config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
+    elements = tuple(_element(config, run, index, words) for index, words in enumerate(array))
+    indices = f"0-{len(array) - 1}" + (f"%{at_once}" if at_once else "") if array else None
+    job = job_script(config, run.path if array else run.run_yaml, run.logs, own_bin(), signal_s(config, run), indices)
+    return Plan(config, run, render(job), elements)
+
+
+def settle(config: Config, run: RunDir) -> Config:
+    """The configuration that the job reads: profiles applied, paths absolute, so that it means the same anywhere."""
+    module, colon, function = config.task.partition(":")
+    task = f"{Path(module).absolute()}{colon}{function}" if module.endswith(".py") else config.task
+    return dataclasses.replace(config, task=task, run_dir=str(run.path), launch=profile.resolve(config.launch))
+
+
+def portable(config: Config) -> str:
+    """A script for any run file with the same resources."""
+    launch = profile.resolve(config.launch)
+    return render(portable_script(dataclasses.replace(config, launch=launch), signal_seconds(launch)))
+
+
+def signal_s(config: Config, run: RunDir) -> int:
+    """The stop signal's lead, from what earlier attempts of this run measured."""
+    events = run.read_events() if run.events.exists() else []
+    steps = [sum(event["seconds"].values()) / event["steps"] for event in events if event["event"] == "train"]
+    saves = [event["stall_s"] + event["write_s"] for event in events if event["event"] == "checkpoint_saved"]
+    return signal_seconds(config.launch, max(steps, default=None), max(saves, default=None))
+
+
+def own_bin() -> Path:
+    """Folder of the running Python environment's programs."""
+    return Path(sys.executable).parent.absolute()
+
+
+def write(planned: Plan) -> None:
+    """Makes the run folder with what the job will read."""
+    planned.run.create()
+    write_atomically(planned.script_file, planned.script.encode())
+    for config in (*planned.elements, planned.config):
+        run = RunDir.for_config(config)
+        run.create()
+        write_atomically(run.run_yaml, dump(config).encode())
+
+
+def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None) -> list[str]:
+    """Submits a written plan; the job ids. Tells of jobs that cannot be noted in the run folder.
+
+    Args:
+        planned: what ``write`` has put into the run folder.
+        options: more options of sbatch, such as a dependency.
+        chain: jobs that follow each other, each going on where the last one stopped.
+        cwd: folder that the job starts in; by default this one.
+
+    Raises:
+        RunFailed: Slurm refused; of a chain, its first jobs may wait all the same, and are named.
+    """
+    cwd = cwd or os.getcwd()
+    ids: list[str] = []
+    for place in range(chain):
+        after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else list(options)
+        try:
+            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *after]))
+        except RunFailed as error:
+            if not ids:
+                raise
+            what = f"{error.what}; before that job {', '.join(ids)} was submitted"
+            raise RunFailed(what, f"{error.fix}; hpctrain cancel takes back what was submitted") from error
+        note(planned.run, Submitted(ids[-1], time.time(), cwd, place))
+        for index, config in enumerate(planned.elements):
+            note(RunDir.for_config(config), Submitted(f"{ids[-1]}_{index}", time.time(), cwd))
+    return ids
+
+
+def note(run: RunDir, submitted: Submitted) -> None:
+    """``record`` for a job that is in the queue already: where it cannot be recorded, the person learns its number."""
+    try:
+        record(run, submitted)
+    except RunFailed as error:
+        say(f"{error.what}\n  fix: {error.fix}; scancel {submitted.job} ends the job")
+
+
+def record(run: RunDir, submitted: Submitted) -> None:
+    """Appends to jobs.jsonl.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    path = run.path / "jobs.jsonl"
+    line = json.dumps(dataclasses.asdict(submitted)).encode() + b"\n"
+    try:
+        if append_bytes(path, line) == len(line):
+            return
+        why = "no space left on device"
+    except OSError as error:
+        why = str(error.strerror)
+    raise RunFailed(f"job {submitted.job} cannot be noted in {path}: {why}", "free space there")
+
+
+def submissions(run: RunDir) -> list[Submitted]:
+    """All jobs of a run, oldest first."""
+    try:
+        lines = (run.path / "jobs.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    return [found for found in map(_submitted, lines) if found]
+
+
+def _submitted(line: str) -> Submitted | None:
+    """None for a line that a full disk tore."""
+    try:
+        return Submitted(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
+
+
+def alive(run: RunDir) -> list[client.QueueEntry]:
+    """Jobs of the run that wait or run."""
+    return [entry for entry in client.queue([each.job for each in submissions(run)]) if entry.state in ALIVE]
+
+
+def goes_on(run: RunDir) -> bool:
+    """Whether a job of the run waits or runs, for those who wait: a controller that is silent now is asked again."""
+    try:
+        return bool(alive(run))
+    except RunFailed:
+        return True
+
+
+def refuse_second(run: RunDir) -> None:
+    """Two jobs must not write one run folder."""
+    for entry in alive(run):
+        raise UserError(
+            f"job {entry.id} of {run.path} is {entry.state} already",
+            "wait for it, end it with hpctrain cancel, or give the new run another name",
+        )
+
+
+def sweep(words: Sequence[str]) -> list[list[str]]:
+    """Override words of each element of an array.
+
+    Args:
+        words: files with one line of options an element (``--seed 3 --train.epochs 10``), or ``key=v1,v2,v3``; several
+            of the latter make all combinations.
+    """
+    axes, elements = [], []
+    for word in words:
+        key, equals, values = word.partition("=")
+        if equals and not Path(word).exists():
+            axes.append([[f"--{key.lstrip('-')}={value}"] for value in values.split(",")])
+            continue
+        try:
+            lines = Path(word).read_text(encoding="utf-8").splitlines()
+            elements += [
+                shlex.split(line, comments=True) for line in lines if line.strip() and not line.lstrip().startswith("#")
+            ]
+        except (OSError, ValueError) as error:  # no text, or a quotation without an end
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"--array {word}: {why}", "give a file of options, or key=value,value") from error
+    if axes:
+        elements += [list(itertools.chain.from_iterable(point)) for point in itertools.product(*axes)]
+    if words and not elements:
+        raise UserError("--array names no elements", "give a file with one line of options an element")
+    return elements
+
+
+def _element(config: Config, run: RunDir, index: int, words: Sequence[str]) -> Config:
+    """The run of one element: the array's configuration with its own options, name and folder."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump(config))
+        file.flush()
+        changed = load(file.name, words)
+    return dataclasses.replace(changed, name=f"{config.name}-{index}", run_dir=str(run.path / str(index)))

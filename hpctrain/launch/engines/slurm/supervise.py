@@ -1,0 +1,208 @@
+"""``hpctrain supervise`` inside a Slurm job: one attempt, and what follows from its verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from hpctrain.config.loading import dump, load
+from hpctrain.config.sections import Config
+from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.launch.engines.local import plain_command, rank_environment
+from hpctrain.launch.engines.slurm import allocation, client, requeue
+from hpctrain.launch.engines.slurm.directives import ranks_per_node
+from hpctrain.launch.engines.slurm.job import Job, current
+from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
+from hpctrain.launch.engines.slurm.submission import ALIVE, Submitted, record, settle, signal_s, submissions
+from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
+from hpctrain.rank.staged import STAGED
+from hpctrain.run import live_lock, provenance
+from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir, is_signal, write_atomically
+from hpctrain.run.verdict import NODE, PREFLIGHT, Action, Verdict
+from hpctrain.system.cores import threads_per_rank
+
+PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
+"""Those after whom the run goes on, however its ranks ended."""
+
+SIGNAL_S = "HPCTRAIN_SIGNAL_S"
+"""Variable in which the job script, which a requeue leaves as it is, names the lead of its stop signal."""
+LEAVE_S = 60.0
+"""Seconds that Slurm has to end this process after a requeue."""
+LOOK_S = 0.2
+
+
+def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = False) -> int:
+    """One attempt at a run in the Slurm job that this process is the batch script of; the job's exit code.
+
+    Raises:
+        UserError: not in a Slurm job, a wrong run file, or a run folder that is in use.
+    """
+    job, parent = current(), os.getppid()
+    if job is None:
+        raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
+    config = load(run_file, overrides)
+    run_dir = RunDir.for_config(config)
+    config = settle(as_allocated(config, job), run_dir)
+    forget_dead_holder(run_dir)
+    verdict = supervise(
+        run_dir,
+        lambda number: make_launch(config, run_dir, job, number, verbose),
+        limits(config, run_dir),
+        facts={"job": job.id, "restarts": job.restarts, "nodes": job.nodes, "ranks": job.ranks, **provenance.of_run()},
+        run_yaml=dump(config),
+        verbose=verbose,
+        by_person=lambda number: by_person(number, job),
+    )
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that the time is nearly over is no reason not to requeue
+    who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
+    final = in_view_of(who, verdict, asked=run_dir.stop_requested_by())
+    if final is not verdict:
+        amend(run_dir, final)
+    report(final, run_dir)
+    if who is Who.REQUEUE and final.action is Action.REQUEUE:
+        await_end(parent)
+        return final.exit_code
+    if who is Who.REQUEUE:  # the run is not to go on, but its job is in the queue again
+        requeue.take_out([job.id])
+    return follow(final, config, run_dir, job, parent)
+
+
+def by_person(number: int, job: Job) -> bool:
+    """Whether a signal says that the run is to stay stopped.
+
+    Our own signal never does. SIGTERM comes with scancel, but also where Slurm itself wants the nodes.
+    """
+    if number == signal.SIGUSR1:
+        return False
+    return who_ends(client.job_fields(job.id), job.restarts) in (Who.PERSON, Who.NOBODY)
+
+
+def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
+    """The verdict, knowing who ends the job; pure.
+
+    Args:
+        who: who ends it.
+        verdict: from the ranks' last words.
+        asked: who made the STOP file, none if nobody did.
+    """
+    person = asked is not None and not is_signal(asked)
+    if person and verdict.action is Action.REQUEUE:  # asked while the ranks stopped for another reason
+        reason = f"{verdict.reason}; {asked} had asked it to stop"
+        return dataclasses.replace(verdict, action=Action.STOP, reason=reason)
+    # Before the ranks start, what fails may have been ended by Slurm.
+    final = verdict.action in (Action.DONE, Action.FAIL) and verdict.cause != PREFLIGHT
+    if person or final or who not in PAST_QUESTION:
+        return verdict
+    # No failure of the run: whatever became of the ranks was Slurm's doing.
+    what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it goes on from the last checkpoint"
+    # The cause stays: ranks that did not end in order may have left something of their steps (in_job.unclean).
+    host = verdict.host if verdict.cause == NODE else None
+    return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, fix, host=host, cause=verdict.cause)
+
+
+def as_allocated(config: Config, job: Job) -> Config:
+    """The run on the nodes that it has got: a script for any run file may bring others than the run file names."""
+    launch = dataclasses.replace(config.launch, nodes=job.nodes, ranks_per_node=max(1, job.ranks // job.nodes))
+    return dataclasses.replace(config, launch=launch)
+
+
+def limits(config: Config, run_dir: RunDir) -> Limits:
+    """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
+    lead_s = int(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
+    grace_s = max(config.launch.stop_grace_s, 0.9 * lead_s)
+    return Limits(stop_grace_s=grace_s, max_failures=config.launch.max_failures)
+
+
+def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose: bool) -> Launch:
+    """What starts the ranks.
+
+    Raises:
+        HpctrainError: what prevents it (see ``in_job.prepare``).
+    """
+    if job.id not in [each.job for each in submissions(run_dir)]:  # by sbatch itself
+        try:
+            record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
+        except HpctrainError as error:
+            say(f"hpctrain status and stop do not know of this job: {error}")
+    prepared = allocation.prepare(config, run_dir, job)
+    if config.task:
+        quiet = ["--verbose"] if verbose else []
+        wrap = config.launch.slurm.wrap
+        command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *quiet]
+    else:
+        command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
+    given = config.train.threads or config.launch.slurm.cpus_per_rank
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or 1)
+    threads = given or threads_per_rank(cores, ranks_per_node(config.launch))
+    env = rank_environment(config, job.ranks, threads, verbose, os.environ)
+    env |= prepared.launcher.environment({**os.environ, **env})
+    env |= {STAGED: json.dumps(prepared.copies)} if prepared.copies else {}
+    say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
+    # mpirun passes on only what is named; the supervisor adds the last two.
+    named = {**env, ATTEMPT: "", RUN_DIR: ""}
+    return Launch(
+        prepared.launcher.words(command, named), env, job.ranks, saves=bool(config.task), hosts=prepared.hosts
+    )
+
+
+def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
+    """Requeues where the verdict says so and the site allows it; the exit code of the job."""
+    if verdict.action is not Action.REQUEUE:
+        requeue.end_chain(run_dir, job)
+        return verdict.exit_code
+    try:
+        restarts = requeue.requeue(config, run_dir, job)
+    except (NoRequeue, requeue.Ended) as error:
+        action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
+        code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
+        final = Verdict(action, code, f"{verdict.reason}; {error.what}", error.fix)
+        amend(run_dir, final)
+        say(str(error))
+        requeue.end_chain(run_dir, job)
+        return final.exit_code
+    except HpctrainError as error:
+        say(f"not requeued: {error}")
+        return verdict.exit_code
+    say("requeued" if restarts else "submitted again, without the hosts that the monitor excludes")
+    if restarts:
+        await_end(parent)
+    return verdict.exit_code
+
+
+def await_end(parent: int) -> None:
+    """Waits for Slurm to end this process after a requeue: leaving before would have the job counted as ended.
+
+    ``parent`` is Slurm's daemon of the batch script; where that has died, nobody ends us.
+    """
+    end = time.monotonic() + LEAVE_S
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(LOOK_S)
+
+
+def amend(run_dir: RunDir, verdict: Verdict) -> None:
+    """Writes another verdict on the newest attempt; where the disk is full, the job's end still follows from it."""
+    number = run_dir.attempts()[-1]["attempt"]
+    try:
+        run_dir.end_attempt(number, verdict=verdict.to_json())
+        if words := run_dir.read_words(number):
+            content = json.dumps({**words, "verdict": verdict.to_json()}, indent=1)
+            write_atomically(run_dir.words(number), content.encode() + b"\n")
+    except HpctrainError as error:
+        say(str(error))
+
+
+def forget_dead_holder(run_dir: RunDir) -> None:
+    """Removes the lock of a job that Slurm knows to be over: no need to wait until it counts as dead."""
+    holder = live_lock.read(run_dir.lock_file)
+    here = holder is not None and holder.cluster == os.environ.get("SLURM_CLUSTER_NAME")
+    if holder is None or not here or holder.job is None or holder.job == os.environ.get("SLURM_JOB_ID"):
+        return
+    try:
+        if not any(entry.state in ALIVE for entry in client.queue([holder.job])):
+            run_dir.lock_file.unlink(missing_ok=True)
+    except HpctrainError as error:
+        say(str(error))

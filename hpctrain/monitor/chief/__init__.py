@@ -1,0 +1,1 @@
+"""The deciding side of the monitor: statistics, verdicts."""

@@ -1,0 +1,78 @@
+"""What ranks took when the run began: the reference where peers are too few, and for what slows all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.window import Window
+
+Array = NDArray[np.floating]
+
+WARM_UP = 1
+"""Windows that are not counted: compilation, caches, connections."""
+LEARNED = 4
+"""Windows that make the baseline, which is frozen then."""
+
+
+class Baseline:
+    """Medians of the first windows after the warm-up. Only windows in which all ranks are present are learned.
+
+    Args:
+        ranks: number of ranks of the run.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.seen = 0
+        self.learned: list[tuple[Array, Array, float, float, float]] = []
+        self.busy: Array | None = None
+        """[N] typical busy seconds of each rank, once learned."""
+        self.noise: Array | None = None
+        """[N] largest relative distance of a learned window's excess from their median."""
+        self.typical: Array | None = None
+        """[N, len(CAUSES)] typical seconds of each phase."""
+        self.work = self.transfer = self.step = 0.0
+
+    def learn(self, window: Window, medians: Array) -> None:
+        """Takes a window into the baseline, as long as it is not frozen."""
+        if self.busy is not None or len(window.ranks) != self.ranks:
+            return
+        self.seen += 1
+        if self.seen <= WARM_UP:
+            return
+        transfer = statistics.transfer_seconds(window.wait)
+        step = statistics.step_seconds(window.busy, window.wait) / window.steps
+        self.learned.append((medians, window.typical, float(np.median(window.work)), transfer, step))
+        if len(self.learned) < LEARNED:
+            return
+        every = np.array([medians for medians, *_ in self.learned])
+        self.busy = np.median(every, axis=0)
+        self.work, self.transfer, self.step = (float(np.median([row[i] for row in self.learned])) for i in (2, 3, 4))
+        self.typical = np.median([row[1] for row in self.learned], axis=0)
+        excesses = np.array([statistics.excess_of_each(row) for row in every])
+        self.noise = np.abs(excesses - np.median(excesses, axis=0)).max(axis=0)
+        self.learned.clear()
+
+    def growth(self, window: Window, medians: Array) -> Array | None:
+        """[R] busy time over the baseline's, for equal work; None while there is no baseline."""
+        if self.busy is None:
+            return None
+        more_work = max(1.0, float(np.median(window.work)) / self.work) if self.work > 0 else 1.0
+        return np.asarray(medians / np.maximum(self.busy[window.ranks] * more_work, 1e-9))
+
+    def excess(self) -> Array | None:
+        """[N] share by which each rank was above the others when the run began."""
+        return None if self.busy is None else statistics.excess_of_each(self.busy)
+
+    def fell_behind(self, medians: Array, growth: Array | None, slow: float) -> NDArray[np.bool_]:
+        """[N] ranks that are slower than they were, and more so than their peers; nobody while there is no baseline.
+
+        For two or three ranks, where the others' median alone cannot tell a slow rank from a fast peer.
+        """
+        if growth is None or self.busy is None or self.noise is None or len(medians) != self.ranks:
+            return np.zeros(len(medians), dtype=bool)
+        before = 1 + statistics.excess_of_each(self.busy)
+        gained = (1 + statistics.excess_of_each(medians)) / before - 1
+        return (growth >= 1 + slow) & (gained >= np.maximum(slow, 2 * self.noise))

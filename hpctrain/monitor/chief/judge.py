@@ -1,0 +1,365 @@
+"""Windows in, verdicts out: who is slow, why, and what it costs. Holds what must be remembered between windows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.chief.baseline import Baseline
+from hpctrain.monitor.chief.cause import NETWORK, cause_of
+from hpctrain.monitor.chief.finding import Change, Hysteresis, Kind, State, Verdict
+from hpctrain.monitor.chief.pauses import RECENT, Pauses
+from hpctrain.monitor.window import CAUSES, GC, Window
+
+Array = NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Thresholds; docs/stragglers.md has what they find and what they miss."""
+
+    slow: float = 0.07
+    """A rank is slow from this excess over the median of its peers on."""
+    z: float = 3.5
+    """And this many robust standard deviations."""
+    calm: float = 0.04
+    """Below this excess it is not."""
+    confirm_windows: int = 2
+    """Slow windows in a row that confirm."""
+    clear_windows: int = 3
+    """Calm windows in a row that clear."""
+    many: float = 1 / 3
+    """From this share of slow ranks on, nobody is singled out."""
+    few_ranks: int = 3
+    """Up to this number of ranks the peers' median is no reference, and each rank's own past is asked too."""
+    pauses: float = 0.05
+    """Share of the time that one rank's pauses must cost to be named."""
+    rotating: float = 0.10
+    """Share of the time that all ranks' pauses together must cost to be reported."""
+    imbalance: float = 0.10
+    """Share of the time lost to unequal work from which on it is reported."""
+    luck: float = 1e-6
+    """Pauses are one rank's own where random ranks would look like that with less than this probability."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """One window in numbers, for the live view and the heat map. Shares are of 1."""
+
+    window: Window
+    medians: Array
+    """[R] typical busy seconds a step, corrected for work."""
+    excess: Array
+    """[R] share above the median of the others; the smaller of with and without correction for work."""
+    cost: Array
+    """[R] share of the window that the job would save without this rank's delay."""
+    slow: NDArray[np.bool_]
+    """[R] slow in this window."""
+
+
+class Judge:
+    """Decides window by window. Knows nothing of processes, files or time.
+
+    Args:
+        hosts: [N] host of each rank.
+        rule: thresholds.
+    """
+
+    def __init__(self, hosts: Sequence[str], rule: Rule | None = None) -> None:
+        self.hosts = tuple(hosts)
+        self.rule = rule or Rule()
+        self.baseline = Baseline(len(hosts))
+        self.accused: dict[int, Hysteresis] = {}
+        self.conditions: dict[Kind | tuple[Kind, int], Hysteresis] = {}
+        self.extra: dict[int, Array] = defaultdict(lambda: np.zeros(len(CAUSES)))
+        self.pauses = Pauses(len(hosts))
+        self.measures: Measures | None = None
+
+    def judge(self, window: Window) -> list[Verdict]:
+        """The verdicts that this window changes, most important first."""
+        if len(window.ranks) < 2:
+            zero = np.zeros(len(window.ranks))
+            self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero > 0)
+            return []
+        silent = np.all(window.wait <= 0, axis=1)
+        if silent.any():
+            return self.abstain(window, silent)
+        verdicts = self.condition(Kind.ABSTAIN, window, False, True)
+        busy = window.busy - statistics.work_explains(window.busy, window.work)
+        self.measures = now = self.measure(window, busy)
+        self.pauses.add(window, busy)
+        own = self.baseline.growth(window, now.medians)
+        verdicts += self.ranks(now, own) + self.pausing(window) + self.imbalance(now, busy)
+        if own is not None:
+            verdicts += self.change_of_all(window, own)
+        self.baseline.learn(window, now.medians)
+        return verdicts
+
+    def measure(self, window: Window, busy: Array) -> Measures:
+        """What the window says by itself."""
+        few = len(window.ranks) <= self.rule.few_ranks
+        medians = np.median(busy, axis=1)
+        raw = statistics.excess_of_each(np.median(window.busy, axis=1))
+        excess = np.minimum(raw, statistics.excess_of_each(medians))
+        z = statistics.robust_z(medians, busy, between=not few)
+        slow = (excess >= self.rule.slow) & (z >= self.rule.z)
+        return Measures(window, medians, excess, statistics.cost_of_each(window.busy, window.wait), slow)
+
+    # --- ranks -------------------------------------------------------------------------------------------------------
+
+    def ranks(self, now: Measures, own: Array | None) -> list[Verdict]:
+        """Ranks that are slower than their peers in the typical step."""
+        window, slow, verdicts = now.window, now.slow, []
+        size = len(window.ranks)
+        if size <= self.rule.few_ranks:
+            verdicts += self.uneven(now)
+            slow = slow & self.baseline.fell_behind(now.medians, own, self.rule.slow)
+        many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
+        if (group := self.slow_group(now.medians, own)) is not None:
+            many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
+        many = bool(many and not slow.all())
+        verdicts += self.condition(
+            Kind.MANY,
+            window,
+            many,
+            not many,
+            ranks=tuple(window.ranks[slow].tolist()),
+            slowdown=float(np.median(now.medians[slow]) / np.median(now.medians[~slow]) - 1) if many else 0.0,
+            cost=statistics.cost_of_group(window.busy, window.wait, slow) if many else 0.0,
+        )
+        return verdicts + self.accuse(now, np.zeros_like(slow) if many else slow)
+
+    def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
+        """So many slow ranks that the spread between ranks, or even the median, is theirs.
+
+        Up to half of the ranks show as a gap between two groups; more than half only by what they were before.
+        """
+        size = len(medians)
+        if size <= self.rule.few_ranks:
+            return None
+        upper = statistics.upper_group(medians, self.rule.slow)
+        if self.rule.many * size < upper.sum() <= 0.5 * size:
+            return upper
+        if own is not None:
+            risen = own >= 1 + self.rule.slow
+            if 0.5 * size < risen.sum() < size and np.median(own[risen]) - np.median(own[~risen]) >= self.rule.slow:
+                return risen
+        return None
+
+    def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Verdict]:
+        """Runs each rank's hysteresis; ranks without an entry are calm."""
+        window = now.window
+        position = {int(rank): place for place, rank in enumerate(window.ranks)}
+        for rank in window.ranks[slow].tolist():
+            self.accused.setdefault(rank, self.hysteresis())
+        changed: dict[Change, list[int]] = defaultdict(list)
+        for rank, record in list(self.accused.items()):
+            place = position.get(rank)
+            if place is None:
+                continue
+            if slow[place]:
+                self.extra[rank] = self.extra[rank] + self.extra_of(window, place)
+            changed[record.observe(bool(slow[place]), bool(now.excess[place] < self.rule.calm))].append(rank)
+            if record.idle:
+                del self.accused[rank]
+                self.extra.pop(rank, None)
+        confirmed = np.array([rank in self.accused and self.accused[rank].confirmed for rank in window.ranks.tolist()])
+        return [
+            *self.spoken(now, State.CONFIRMED, changed[Change.CONFIRMED], confirmed),
+            *self.spoken(now, State.CLEARED, changed[Change.CLEARED], confirmed),
+            *self.spoken(now, State.SUSPECT, changed[Change.SUSPECTED], confirmed),
+        ]
+
+    def spoken(self, now: Measures, state: State, ranks: list[int], confirmed: NDArray[np.bool_]) -> list[Verdict]:
+        """One verdict a rank, or one a host where all ranks of a host with several say the same."""
+        window, verdicts = now.window, []
+        for host, members in self.by_host(ranks).items():
+            if len(members) > 1 and len(members) == self.hosts.count(host):
+                groups, kind = [members], Kind.HOST
+            else:
+                groups, kind = [[rank] for rank in members], Kind.RANK
+            for group in groups:
+                places = np.isin(window.ranks, group)
+                extra = sum((self.extra[rank] for rank in group), np.zeros(len(CAUSES)))
+                normal = np.median(window.typical[~places], axis=0) if not places.all() else window.typical[0]
+                together = places | confirmed if state is State.CONFIRMED else places
+                verdicts.append(
+                    Verdict(
+                        kind=kind,
+                        state=state,
+                        window=window.index,
+                        ranks=tuple(group),
+                        hosts=(host,),
+                        cause=cause_of(extra, normal) if extra.any() else "",
+                        slowdown=float(now.excess[places].mean()),
+                        cost=statistics.cost_of_group(window.busy, window.wait, together),
+                        note="together with the other slow ranks" if together.sum() > len(group) else "",
+                    )
+                )
+        return verdicts
+
+    def extra_of(self, window: Window, place: int) -> Array:
+        """[len(CAUSES)] seconds a step by which phases exceed the peers', or with few peers the rank's own past."""
+        if len(window.ranks) <= self.rule.few_ranks and self.baseline.typical is not None:
+            return np.asarray(window.typical[place] - self.baseline.typical[window.ranks[place]], dtype=np.float64)
+        others = np.delete(window.typical, place, axis=0)
+        return np.asarray(window.typical[place] - np.median(others, axis=0), dtype=np.float64)
+
+    def uneven(self, now: Measures) -> list[Verdict]:
+        """Two or three ranks that differ since the start."""
+        since_start = self.baseline.excess()
+        if since_start is None or len(since_start) != len(now.window.ranks):
+            return []
+        worst = int(np.argmax(since_start))
+        return self.condition(
+            Kind.UNEVEN,
+            now.window,
+            bool(since_start[worst] >= 0.1 and now.excess[worst] >= 0.1),
+            bool(now.excess[worst] < self.rule.calm),
+            ranks=(int(now.window.ranks[worst]),),
+            slowdown=float(now.excess[worst]),
+            cost=float(now.cost[worst]),
+        )
+
+    def is_one_host_that_changed(self, window: Window, slow: NDArray[np.bool_], own: Array | None) -> bool:
+        """All slow ranks are one host's, all of that host are slow, and only they are slower than they were."""
+        if own is None or not slow.any() or slow.all():
+            return False
+        hosts = {self.hosts[rank] for rank in window.ranks[slow].tolist()}
+        others = {self.hosts[rank] for rank in window.ranks[~slow].tolist()}
+        return (
+            len(hosts) == 1
+            and not hosts & others
+            and len(window.ranks) > self.rule.few_ranks
+            and bool((own[slow] >= 1 + self.rule.slow).all() and (own[~slow] < 1 + self.rule.calm).all())
+        )
+
+    # --- pauses ------------------------------------------------------------------------------------------------------
+
+    def pausing(self, window: Window) -> list[Verdict]:
+        """Pauses of one rank, or of changing ranks."""
+        counts, cost = self.pauses.sums(RECENT)
+        owners = self.pauses.owners(self.rule.pauses, self.rule.luck)
+        normal = np.median(window.typical, axis=0)
+        verdicts: list[Verdict] = []
+        for rank in sorted(owners | {key[1] for key in self.conditions if isinstance(key, tuple)}):
+            goes_on = bool(cost[rank] >= 0.4 * self.rule.pauses)
+            verdicts += self.condition(
+                (Kind.PAUSES, rank),
+                window,
+                rank in owners and goes_on and not self.is_confirmed(rank),
+                not goes_on,
+                ranks=(rank,),
+                cause=cause_of(self.pauses.bursts[rank], normal),
+                slowdown=float(cost[rank]),
+                cost=float(cost[rank]),
+            )
+        lost = float(cost.sum())
+        everyone = self.pauses.bursts.sum(axis=0)
+        return verdicts + self.condition(
+            Kind.ROTATING,
+            window,
+            lost >= self.rule.rotating and not owners and int((counts > 0).sum()) > 1,
+            lost < 0.5 * self.rule.rotating or bool(owners),
+            cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else cause_of(everyone, normal),
+            cost=lost,
+        )
+
+    def is_confirmed(self, rank: int) -> bool:
+        """The rank is named already."""
+        return rank in self.accused and self.accused[rank].confirmed
+
+    # --- all ranks ---------------------------------------------------------------------------------------------------
+
+    def imbalance(self, now: Measures, busy: Array) -> list[Verdict]:
+        """Unequal work: tokens that differ from step to step, or a rank that always has more."""
+        window = now.window
+        raw = statistics.excess_of_each(np.median(window.busy, axis=1))
+        loaded = (raw >= self.rule.slow) & (now.excess < self.rule.calm)
+        lost = statistics.uneven_cost(window.busy, window.wait)
+        left = statistics.uneven_cost(busy, window.wait)
+        varying = lost >= self.rule.imbalance and left <= 0.5 * lost
+        return self.condition(
+            Kind.IMBALANCE,
+            window,
+            bool(loaded.any() or varying),
+            not loaded.any() and lost - left < 0.5 * self.rule.imbalance,
+            ranks=tuple(window.ranks[loaded].tolist()),
+            cost=max(lost - left, 0.0),
+        )
+
+    def change_of_all(self, window: Window, own: Array) -> list[Verdict]:
+        """The exchange, or everything, is slower than at the start."""
+        all_slower = bool((own >= 1 + self.rule.calm).mean() >= 0.8 and np.median(own) >= 1 + self.rule.slow)
+        verdicts = self.condition(
+            Kind.GLOBAL,
+            window,
+            all_slower,
+            bool(np.median(own) < 1 + self.rule.calm),
+            slowdown=float(np.median(own) - 1),
+            cost=1 - 1 / max(float(np.median(own)), 1.0),
+        )
+        was, is_now, step = self.baseline.transfer, statistics.transfer_seconds(window.wait), self.baseline.step
+        slower = is_now - was >= self.rule.slow * step and is_now >= 1.5 * was
+        return verdicts + self.condition(
+            Kind.NETWORK,
+            window,
+            slower and bool(np.median(own) < 1 + self.rule.slow),
+            is_now - was < self.rule.calm * step,
+            cause=NETWORK,
+            slowdown=is_now / max(was, 1e-9) - 1,
+            cost=(is_now - was) / (step + is_now - was),
+        )
+
+    def abstain(self, window: Window, silent: NDArray[np.bool_]) -> list[Verdict]:
+        """Ranks that mark no exchange cannot be compared: their busy time holds their waiting."""
+        return self.condition(
+            Kind.ABSTAIN,
+            window,
+            True,
+            False,
+            ranks=tuple(window.ranks[silent].tolist()),
+            note="these ranks mark no exchange, so their waiting cannot be told from their work",
+        )
+
+    def condition(
+        self,
+        key: Kind | tuple[Kind, int],
+        window: Window,
+        is_bad: bool,
+        is_calm: bool,
+        *,
+        ranks: tuple[int, ...] = (),
+        **findings: object,
+    ) -> list[Verdict]:
+        """Runs the hysteresis of something that is not one rank's median."""
+        record = self.conditions.get(key)
+        if record is None:
+            if not is_bad:
+                return []
+            record = self.conditions[key] = self.hysteresis()
+        change = record.observe(is_bad, is_calm)
+        if record.idle:
+            del self.conditions[key]
+        states = {Change.SUSPECTED: State.SUSPECT, Change.CONFIRMED: State.CONFIRMED, Change.CLEARED: State.CLEARED}
+        if change not in states:
+            return []
+        kind = key[0] if isinstance(key, tuple) else key
+        hosts = tuple(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        return [Verdict(kind, states[change], window.index, ranks, hosts, **findings)]  # type: ignore[arg-type]
+
+    def hysteresis(self) -> Hysteresis:
+        """As the rule says."""
+        return Hysteresis(self.rule.confirm_windows, self.rule.clear_windows)
+
+    def by_host(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """Ranks grouped by host, in rank order."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for rank in sorted(ranks):
+            groups[self.hosts[rank]].append(rank)
+        return groups

@@ -1,0 +1,118 @@
+"""One plain sentence a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.monitor.chief.finding import Kind, State, Verdict
+from hpctrain.monitor.chief.hang import Beat, Hang
+
+WORDS = {
+    "data": "reading data",
+    "to_device": "copying data to the device",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "callbacks": "callbacks (hooks, logging, evaluation)",
+    "checkpoint": "checkpoints",
+    "rest": "code outside the marked phases",
+    "gc": "Python's garbage collection",
+    "compute": "computing, all phases alike",
+    "mixed": "several phases",
+    "network": "the exchange",
+    "": "no phase stands out",
+}
+
+
+def of_verdict(verdict: Verdict) -> str:
+    """What a person reads in the log."""
+    text = BY_KIND[verdict.kind](verdict)
+    if verdict.state is State.CLEARED:
+        return CLEARED[verdict.kind].format(who=who(verdict))
+    if verdict.evidence:
+        text += f" ({'; '.join(verdict.evidence)})"
+    return f"perhaps {text}" if verdict.state is State.SUSPECT else text
+
+
+def who(verdict: Verdict) -> str:
+    """The ranks and their host."""
+    if verdict.kind is Kind.HOST:
+        return f"host {verdict.hosts[0]} (ranks {numbers(verdict.ranks)})"
+    where = f" on {verdict.hosts[0]}" if len(verdict.hosts) == 1 else ""
+    return f"rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)}{where}"
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """Ranks as people write them: 0-3, 7."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:8])
+    return shown + (", ..." if len(runs) > 8 else "")
+
+
+def costs(verdict: Verdict) -> str:
+    """What it costs."""
+    return f"costs {verdict.cost:.0%} of the run" + (f" {verdict.note}" if verdict.note else "")
+
+
+BY_KIND = {
+    Kind.RANK: lambda v: f"{who(v)} is {v.slowdown:.0%} slower than its peers: {WORDS[v.cause]}, {costs(v)}",
+    Kind.HOST: lambda v: f"{who(v)} is {v.slowdown:.0%} slower than the others: {WORDS[v.cause]}, {costs(v)}",
+    Kind.PAUSES: lambda v: f"{who(v)} holds up the others with long pauses in some steps: {WORDS[v.cause]}, {costs(v)}",
+    Kind.MANY: lambda v: (
+        f"{len(v.ranks)} ranks ({numbers(v.ranks)}) are {v.slowdown:.0%} slower than the others: "
+        f"too many to single one out, {costs(v)}"
+    ),
+    Kind.UNEVEN: lambda v: (
+        f"{who(v)} takes {v.slowdown:.0%} longer than its peers since the start: "
+        f"with so few ranks there is no telling which is off, {costs(v)}"
+    ),
+    Kind.ROTATING: lambda v: (
+        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the run: no rank to blame"
+    ),
+    Kind.IMBALANCE: lambda v: (
+        f"ranks have unequal work{f' (most: {numbers(v.ranks)})' if v.ranks else ''}, "
+        f"which costs {v.cost:.0%} of the run: no rank is slow"
+    ),
+    Kind.NETWORK: lambda v: (
+        f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: network, no rank to blame"
+    ),
+    Kind.GLOBAL: lambda v: f"all ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: no rank to blame",
+    Kind.ABSTAIN: lambda v: (
+        f"cannot compare ranks: rank{'s' if len(v.ranks) != 1 else ''} {numbers(v.ranks)}: {v.note}"
+    ),
+}
+CLEARED = {
+    Kind.RANK: "{who} is as fast as its peers again",
+    Kind.HOST: "{who} is as fast as the others again",
+    Kind.PAUSES: "{who} no longer holds up the others with pauses",
+    Kind.MANY: "ranks are equally fast again",
+    Kind.UNEVEN: "ranks are equally fast now",
+    Kind.ROTATING: "pauses on changing ranks no longer cost much",
+    Kind.IMBALANCE: "work is about equal again",
+    Kind.NETWORK: "the exchange is as fast as at the start again",
+    Kind.GLOBAL: "ranks are as fast as at the start again",
+    Kind.ABSTAIN: "ranks can be compared again",
+}
+
+
+def of_hang(hang: Hang, hosts: Sequence[str], action: str) -> str:
+    """What a person reads about a hang."""
+    named = [described(beat, hosts) for beat in hang.culprits[:4]]
+    if len(hang.culprits) > 4:
+        named.append(f"and {len(hang.culprits) - 4} more")
+    ending = "ending this attempt, it can be resumed from the last checkpoint" if action == "abort" else "only reported"
+    if hang.died:
+        return f"{'; '.join(named)}: {ending}"
+    if not named:
+        return f"no step for {hang.silence_s:.0f} s: every rank {hang.waiting[0].doing}: {ending}"
+    return f"no step for {hang.silence_s:.0f} s: {'; '.join(named)}; {len(hang.waiting)} ranks wait: {ending}"
+
+
+def described(beat: Beat, hosts: Sequence[str]) -> str:
+    """One rank in a hang."""
+    return f"rank {beat.rank} on {hosts[beat.rank]} {beat.doing} after {beat.steps} steps"

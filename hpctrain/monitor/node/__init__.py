@@ -1,0 +1,1 @@
+"""One agent a node: reads the ranks' memory."""

@@ -1,0 +1,226 @@
+"""One node's side of the monitor: reads its ranks' memory, condenses windows, answers what the first node asks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
+from hpctrain.monitor.node import host as host_counters
+from hpctrain.monitor.node import stacks
+from hpctrain.monitor.shared import (
+    DUMP_FILE,
+    DUMP_SIGNAL,
+    FINISHED,
+    FIRST_STEP,
+    JOINING,
+    MARKED_AT,
+    MARKED_PHASE,
+    PID,
+    STARTED,
+    STATE,
+    STEPS,
+    Reader,
+    process_state,
+)
+from hpctrain.monitor.window import Window, condense
+from hpctrain.monitor.wire import Message
+from hpctrain.run import deaths
+
+BEAT_S = 1.0
+"""Seconds between reports of the heartbeats."""
+SHORTEST_READING_S = 0.5
+"""Seconds between two readings of a host on which a rank is suspected."""
+RIVALS_S = 30.0
+"""Seconds between searches for other processes."""
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What one agent must know."""
+
+    node: int
+    """Index of the node."""
+    ranks: tuple[int, ...]
+    """The node's ranks, by local rank."""
+    window_steps: int
+    host_interval_s: float
+
+
+class Node:
+    """The ranks of one node, seen from beside them.
+
+    Args:
+        plan: who they are.
+        reader: their memory.
+    """
+
+    def __init__(self, plan: NodePlan, reader: Reader) -> None:
+        self.plan = plan
+        self.reader = reader
+        self.ranks = np.array(plan.ranks, dtype=np.int64)
+        self.next_window = 0
+        self.dropped = 0
+        self.next_beat = 0.0
+        self.next_reading = 0.0
+        self.reading: host_counters.Reading | None = None
+        self.next_rivals = 0.0
+        self.alarmed = False
+        """A rank has died: the next poll reports, before a launcher has ended the other ranks too."""
+        self.lives: dict[int, int] = {}
+        """Descriptors that become readable when a rank dies, by process number."""
+
+    def new_lives(self) -> list[int]:
+        """Descriptors of ranks that have joined since the last call; select them to hear of a death at once."""
+        fresh = []
+        for head in self.reader.heads():
+            pid = int(head[PID])
+            if head[STATE] != JOINING and pid not in self.lives:
+                self.lives[pid] = -1
+                with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3; Pythons built for it: conda's
+                    self.lives[pid] = os.pidfd_open(pid)
+                    fresh.append(self.lives[pid])
+        return fresh
+
+    def note_death(self, descriptor: int) -> None:
+        """Writes down who died and when, before anything else: a launcher may end this agent milliseconds later."""
+        pid = next((pid for pid, life in self.lives.items() if life == descriptor), None)
+        for rank, head in zip(self.ranks, self.reader.heads(), strict=True):
+            if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
+                deaths.note(int(rank))
+
+    def poll(self, now: float) -> list[Message]:
+        """What there is to report."""
+        heads = self.reader.heads()
+        messages = list(self.windows(heads))
+        if self.alarmed or now >= self.next_beat:
+            self.alarmed = False
+            self.next_beat = now + BEAT_S
+            messages.append(self.beat(heads, now))
+        if now >= self.next_reading:
+            self.next_reading = now + self.plan.host_interval_s
+            messages += self.findings(heads, now)
+        return messages
+
+    def windows(self, heads: NDArray[np.float64]) -> list[Message]:
+        """Windows that all ranks of the node have completed."""
+        steps, found = self.plan.window_steps, []
+        while (self.next_window + 1) * steps <= heads[:, STEPS].min():
+            index = self.next_window
+            self.next_window += 1
+            rows = self.reader.totals(index * steps - 2, steps + 2)
+            if rows is None:
+                self.dropped += 1
+                continue
+            found.append(window_message(condense(index, self.ranks, rows)))
+        return found
+
+    def beat(self, heads: NDArray[np.float64], now: float) -> Message:
+        """Where each rank stands."""
+        beats = [
+            [int(rank), int(head[STEPS]), int(head[MARKED_PHASE]), round(now - head[MARKED_AT], 3), self.state(head)]
+            for rank, head in zip(self.ranks, heads, strict=True)
+            if head[STATE] != JOINING
+        ]
+        first_step = int(heads[:, FIRST_STEP].max())
+        return Message(
+            "beat", {"node": self.plan.node, "beats": beats, "dropped": self.dropped, "first_step": first_step}
+        )
+
+    def state(self, head: NDArray[np.float64]) -> str:
+        """ended, gone, stopped or the kernel's letter."""
+        if head[STATE] == FINISHED:
+            return ENDED
+        letter = process_state(int(head[PID]), head[STARTED])
+        return {None: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter or GONE)
+
+    def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
+        """What the host's counters say since the last reading."""
+        pids = [int(head[PID]) for head in heads if head[STATE] != JOINING]
+        before, self.reading = self.reading, host_counters.read(pids, now)
+        if before is None:
+            return []
+        found = host_counters.compare(before, self.reading)
+        by_rank = {str(self.ranks[pids.index(pid)]): list(lines) for pid, lines in found.by_pid.items()}
+        if any("for a processor" in line for lines in by_rank.values() for line in lines) and now >= self.next_rivals:
+            self.next_rivals = now + RIVALS_S
+            self.add_rivals(by_rank, pids)
+        if not found.host and not by_rank:
+            return []
+        return [Message("findings", {"node": self.plan.node, "host": list(found.host), "ranks": by_rank})]
+
+    def add_rivals(self, by_rank: dict[str, list[str]], pids: Sequence[int]) -> None:
+        """Names the processes that use the ranks' processors."""
+        ours = {child for pid in pids for child in family(pid)} | {os.getpid()}
+        before, began = host_counters.processor_seconds(), time.monotonic()
+        time.sleep(0.3)
+        after, seconds = host_counters.processor_seconds(), time.monotonic() - began
+        for rank, lines in by_rank.items():
+            with contextlib.suppress(OSError):
+                cpus = os.sched_getaffinity(pids[self.plan.ranks.index(int(rank))])
+                lines.extend(host_counters.rivals(cpus, ours, seconds, before, after))
+
+    def answer(self, command: Message) -> list[Message]:
+        """Does what the first node's agent asks."""
+        if command.kind == "kill":
+            self.kill()
+        if command.kind == "look" and self.reading is not None:
+            self.next_reading = min(self.next_reading, self.reading.time + SHORTEST_READING_S)
+        if command.kind != "dump":
+            return []
+        heads = self.reader.heads()
+        answers = []
+        for rank in command.fields["ranks"]:
+            head = heads[self.plan.ranks.index(rank)]
+            pid = int(head[PID])
+            text = stacks.dump(pid, int(head[DUMP_SIGNAL]), Path(f"/proc/{pid}/fd/{int(head[DUMP_FILE])}"))
+            answers.append(Message("dumped", {"rank": rank, "text": text}))
+        return answers
+
+    def kill(self) -> None:
+        """Ends the node's ranks and what they started, except for this agent."""
+        for head in self.reader.heads():
+            pid = int(head[PID])
+            if head[STATE] == JOINING or process_state(pid, head[STARTED]) is None:
+                continue
+            for member in [*family(pid), pid]:
+                if member != os.getpid():
+                    with contextlib.suppress(OSError):
+                        os.kill(member, signal.SIGKILL)
+
+    def all_over(self) -> bool:
+        """Every rank of the node has ended."""
+        return all(self.state(head) in (ENDED, GONE) for head in self.reader.heads() if head[STATE] != JOINING)
+
+
+def family(pid: int) -> list[int]:
+    """A process's descendants."""
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def window_message(window: Window) -> Message:
+    """For the wire."""
+    names = ("busy", "wait", "work", "typical", "mean")
+    return Message(
+        "window",
+        {"index": window.index, "ranks": window.ranks.tolist()},
+        {name: getattr(window, name) for name in names},
+    )
+
+
+def window_of(message: Message) -> Window:
+    """The inverse."""
+    return Window(
+        index=int(message.fields["index"]), ranks=np.array(message.fields["ranks"], dtype=np.int64), **message.arrays
+    )

@@ -1,0 +1,1 @@
+"""The monitor inside a rank: its clock and its session."""

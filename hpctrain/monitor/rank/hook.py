@@ -1,0 +1,45 @@
+"""The monitor in the training loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.monitor.rank.session import Session
+from hpctrain.train.hooks import BaseHook, StopReason
+
+if TYPE_CHECKING:
+    from hpctrain.train.framework import StepResult
+    from hpctrain.train.loop import Trainer
+
+PRINT_STEPS = 32
+"""Steps between looks at what the monitor has to say."""
+
+
+class MonitorHook(BaseHook):
+    """Prints what the monitor says, and ends it with the run. The watching itself is the clock's and the agent's.
+
+    Args:
+        session: started before the loop was built, since the framework marks its phases on the session's clock.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.steps = 0
+        self.orderly = False
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+        """See Hook."""
+        if self.steps == 0:
+            self.session.starts_at(trainer.state.step - 1)
+        self.steps += 1
+        if self.steps % PRINT_STEPS == 0:
+            self.session.poll()
+        return None
+
+    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+        """See Hook."""
+        self.orderly = True
+
+    def close(self) -> None:
+        """See Hook."""
+        self.session.close(self.orderly)

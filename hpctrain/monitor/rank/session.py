@@ -1,0 +1,247 @@
+"""The monitor as a rank sees it: start it, mark phases on its clock, close it. Works without the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import psutil
+
+from hpctrain.comm.world import World
+from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor import shared
+from hpctrain.monitor.node.agent import AgentPlan
+from hpctrain.monitor.node.node import NodePlan
+from hpctrain.monitor.rank.clock import RingClock
+from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
+from hpctrain.run.folder import RunDir, current_attempt
+
+DUMP_ON = signal.SIGRTMAX - 3
+"""Signal on which a rank writes its stacks where py-spy may not read them; frameworks and schedulers leave it alone."""
+CLOSE_S = 10.0
+"""Longest wait for the agent at the end of a run."""
+PR_SET_PTRACER = 0x59616D61
+
+
+class Session:
+    """One rank's share of a running monitor.
+
+    Args:
+        clock: what the rank marks its phases on.
+        agent: the node's agent, on its first rank; None elsewhere, or where there is no monitor.
+        dump_file: where faulthandler writes.
+    """
+
+    def __init__(self, clock: RingClock, agent: subprocess.Popen[bytes] | None, dump_file: IO[bytes] | None) -> None:
+        self.clock = clock
+        self.agent = agent
+        self.dump_file = dump_file
+
+    def starts_at(self, step: int) -> None:
+        """Says which step of the run this attempt's first one is, for events."""
+        self.clock.head[FIRST_STEP] = step
+
+    def poll(self) -> None:
+        """Prints what the monitor has to say, on the rank that can. Never waits."""
+        if self.agent is None or self.agent.stdout is None:
+            return
+        with contextlib.suppress(OSError):  # nothing to say, or a console that is gone
+            if said := os.read(self.agent.stdout.fileno(), 1 << 16):
+                sys.stdout.write(said.decode(errors="replace"))
+                sys.stdout.flush()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(orderly=kind is None)
+
+    def close(self, orderly: bool = False) -> None:
+        """Says good-bye. At an orderly end, to which all ranks come, the first one awaits the agent's last event."""
+        if self.clock.head[STATE] == FINISHED:
+            return
+        self.clock.head[STATE] = FINISHED
+        self.clock.unwatch_gc()
+        if self.dump_file is not None:
+            faulthandler.unregister(DUMP_ON)
+            self.dump_file.close()
+        if self.agent is not None and orderly:
+            try:
+                self.agent.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self.agent.kill()
+                self.agent.wait()
+            self.poll()
+        if self.agent is not None and self.agent.stdout is not None:
+            self.agent.stdout.close()
+
+
+def start(world: World, folder: Path | str, config: MonitorConfig | None = None) -> Session:
+    """Starts the monitor; every rank of the world calls it, at the same point.
+
+    One rank a node starts the node's agent. Where anything about it fails, training goes on without a monitor.
+
+    Args:
+        world: all ranks.
+        folder: the run folder: the monitor writes to its ``monitor`` folder.
+        config: thresholds and actions; by default those of the run file, but a hang is only reported.
+    """
+    config = config or MonitorConfig(on_hang="report")
+    if not config.enabled:
+        return Session(RingClock(), None, None)
+    memory, problem = join_memory(world, Layout(world.local_size, max(1024, 8 * config.window_steps)))
+    problems = [text for text in world.everyone.allgather(problem, "share memory with the monitor") if text]
+    if problems or memory is None:
+        if world.rank == 0:
+            print(f"hpctrain monitor: not watching this run: {problems[0]}", file=sys.stderr, flush=True)
+        return Session(RingClock(), None, None)
+    handle, layout, clock = memory
+    agent = start_agent(world, RunDir(Path(folder)), config, handle, layout)
+    os.close(handle)
+    pids = world.local.allgather(agent.pid if agent else 0, "learn the agent's number")
+    clock.watch_gc()
+    return Session(clock, agent, prepare_dumps(clock, pids[0]))
+
+
+def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingClock] | None, str]:
+    """The node's shared memory with a clock on this rank's slot, or None and why there is none."""
+    handle, path, problem = -1, "", ""
+    if world.local_rank == 0:
+        try:
+            handle, path = shared.create(layout)
+        except OSError as error:
+            problem = f"{layout.size} bytes of shared memory on {world.host}: {error.strerror}"
+    path = world.local.allgather(path, "share memory with the monitor")[0]
+    clock = None
+    try:
+        if path and world.local_rank:
+            handle = shared.attach(path)
+        if path:
+            slot = Slot(shared.map_memory(handle, layout), layout, world.local_rank)
+            slot.join()
+            clock = RingClock(slot)
+    except OSError as error:
+        problem = f"the node's shared memory on {world.host}: {error.strerror}"
+    world.local.barrier("open the monitor's memory")
+    if world.local_rank == 0 and path:
+        os.unlink(path)
+    return (handle, layout, clock) if clock else None, problem
+
+
+def start_agent(
+    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: Layout
+) -> subprocess.Popen[bytes] | None:
+    """Starts this node's agent on its first rank, and tells all of them where the first one listens. Collective."""
+    listener = None
+    meeting: dict[str, object] = {}
+    if world.rank == 0:
+        try:
+            folder.monitor.mkdir(parents=True, exist_ok=True)
+            listener = listen() if world.nodes > 1 else None
+            port = listener.getsockname()[1] if listener else 0
+            meeting = {"addresses": addresses() if listener else [], "port": port, "token": secrets.token_hex(32)}
+        except OSError as error:  # the other ranks wait for an answer
+            print(f"hpctrain monitor: not watching this run: {error}", file=sys.stderr, flush=True)
+    meeting = world.everyone.broadcast(meeting, "learn where the monitor listens")
+    if not meeting:
+        return None
+    everybody = world.everyone.allgather([world.host, world.node], "tell the monitor who is where")
+    local_ranks = world.local.allgather(world.rank, "tell the monitor who is here")
+    if world.local_rank != 0:
+        return None
+    plan = AgentPlan(
+        node=NodePlan(world.node, tuple(local_ranks), config.window_steps, config.host_interval_s),
+        memory=handle,
+        layout=layout,
+        listener=listener.fileno() if listener else None,
+        chief={
+            "hosts": [host for host, _ in everybody],
+            "nodes": [node for _, node in everybody],
+            "folder": str(folder.path.absolute()),
+            "attempt": current_attempt(),
+            "config": dataclasses.asdict(config),
+        }
+        if world.rank == 0
+        else None,
+        **meeting,  # type: ignore[arg-type]
+    )
+    keep = [handle] + ([listener.fileno()] if listener else [])
+    try:
+        return spawn(plan, keep, folder)
+    except OSError as error:
+        print(f"hpctrain monitor: no agent on {world.host}: {error.strerror}", file=sys.stderr, flush=True)
+        return None
+    finally:
+        if listener:
+            listener.close()
+
+
+def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[bytes]:
+    """The process, in its own session, so that signals to the rank's group leave it alone."""
+    package = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile() as stdin, open(folder.monitor / f"agent-{plan.node.node}.log", "ab") as log:
+        stdin.write(json.dumps(dataclasses.asdict(plan)).encode())
+        stdin.seek(0)
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "hpctrain.monitor.node.agent"],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            pass_fds=keep,
+            env=environment,
+            start_new_session=True,
+        )
+    assert agent.stdout is not None
+    os.set_blocking(agent.stdout.fileno(), False)
+    return agent
+
+
+def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
+    """Lets the agent read this process's stacks: as a tracer where the system asks for leave, and by a signal."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
+    try:
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 closed with the session
+        faulthandler.register(DUMP_ON, file=file, all_threads=True)
+    except (OSError, RuntimeError):
+        return None
+    clock.head[DUMP_FILE] = file.fileno()
+    clock.head[DUMP_SIGNAL] = DUMP_ON
+    return file
+
+
+def listen() -> socket.socket:
+    """A listening socket on a free port, of both IP versions where there are two."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def addresses() -> list[str]:
+    """This host's addresses, those that others can reach first."""
+    found = [
+        address.address
+        for name, entries in psutil.net_if_addrs().items()
+        for address in entries
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+        and not address.address.startswith(("127.", "::1", "fe80"))
+        and not name.startswith(("docker", "virbr"))
+    ]
+    return [*found, socket.gethostname()]

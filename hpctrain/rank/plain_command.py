@@ -1,0 +1,101 @@
+"""``python -m hpctrain.rank.plain_command program arguments``: one rank of a plain command.
+
+The program gets what our own ranks have: a log, a stop request as a signal, and a last word. It need not know us.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.errors import ExitCode
+from hpctrain.launch.launcher_messages import signal_name
+from hpctrain.run.folder import RUN_DIR, RunDir, current_attempt
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
+from hpctrain.system import processes
+from hpctrain.system.output import redirect
+from hpctrain.system.signals import StopSignals
+
+RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+"""What launchers call a rank's number. Under mpirun SLURM_PROCID is the daemon's, so it comes last."""
+STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"
+"""Environment variable with the name of the signal that asks the program to stop."""
+TICK_S = 0.1
+POLL_S = 2.0
+"""Seconds between two looks for the STOP file."""
+
+
+def main() -> int:
+    """Runs the program to its end; 0 for good ends, so that launchers leave the other ranks alone."""
+    run_dir, attempt = RunDir(Path(os.environ[RUN_DIR])), current_attempt()
+    processes.die_with_parent()
+    word = first_word(rank(os.environ), processes.oom_kills())
+    file = WordFile.of(run_dir, attempt, word)
+    file.begin(word)
+    redirect(run_dir.log("x" if word.rank is None else word.rank, attempt), keep_stdout=word.rank == 0)
+    signals = StopSignals()
+    signals.install()
+    # The program may be one of ours with a run folder of its own.
+    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR}
+    try:
+        # There is one thread here, so a preexec_fn is safe.
+        child = subprocess.Popen(sys.argv[1:], env=environment, preexec_fn=processes.die_with_parent)  # noqa: PLW1509
+    except OSError as error:
+        what = f"cannot run {sys.argv[1]}: {error.strerror}"
+        why = ErrorWord(what, "correct launch.command", type(error).__name__, "")
+        code = ExitCode.USER_ERROR
+        file.end(dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=code, error=why))
+        return code
+    asked = watch(child, run_dir, signals)
+    last = ending(word, sys.argv[1], child.returncode, asked)
+    file.end(dataclasses.replace(last, ended=time.time()))
+    return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
+
+
+def watch(child: subprocess.Popen[bytes], run_dir: RunDir, signals: StopSignals) -> bool:
+    """Waits for the program's end and passes a stop request on, once; whether there was one.
+
+    A signal is not passed on: schedulers send it to all processes of a rank, and the program may need its time to end.
+    """
+    asked, next_look = False, 0.0
+    while True:
+        try:
+            child.wait(TICK_S)
+            return asked or bool(signals.received)
+        except subprocess.TimeoutExpired:
+            pass
+        if not asked and time.monotonic() >= next_look:
+            next_look = time.monotonic() + POLL_S
+            if asked := run_dir.stop_file.exists():
+                child.send_signal(signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")])
+
+
+def ending(word: LastWord, program: str, code: int, asked: bool) -> LastWord:
+    """What the program's exit code means; pure. Negative codes are signals, as ``subprocess`` has it."""
+    final = code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
+    if code == ExitCode.STOPPED or (asked and not final):
+        return dataclasses.replace(word, ending=Ending.STOPPED, exit_code=ExitCode.STOPPED)
+    if code == ExitCode.DONE:
+        return dataclasses.replace(word, ending=Ending.COMPLETED, exit_code=ExitCode.DONE)
+    if code < 0:
+        how = f"{program} was killed by {signal_name(-code)}"
+    else:
+        how = f"{program} ended with exit code {code}"
+    error = ErrorWord(how, "see the rank's log", "exit", "")
+    return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
+
+
+def rank(environ: Mapping[str, str]) -> int | None:
+    """This process's number, from its launcher's variables; 0 without a launcher."""
+    found = next((environ[name] for name in RANK_VARIABLES if environ.get(name)), "0")
+    return int(found) if found.isdigit() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

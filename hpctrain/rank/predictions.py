@@ -1,0 +1,78 @@
+"""Predictions of all ranks in one HDF5 file, in the order of the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.comm.group import Group
+from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.formats.row_file import RowWriter, create
+from hpctrain.data.pipeline import ValidationData
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.train.framework import Framework
+
+
+def write_predictions(framework: Framework, data: ValidationData, group: Group, path: Path) -> None:
+    """Each rank predicts its contiguous part and writes it into its rows; the file appears when complete. Collective.
+
+    Raises:
+        UserError: outputs are not one row of a fixed shape for each sample, or the folder cannot be made.
+        RunFailed: the ranks' outputs differ in shape or dtype, or the file cannot be written.
+    """
+    outputs = ((framework.predict(batch), len(next(iter(batch.values())))) for batch in data)
+    first = next(outputs, None)
+    fields = agree_on_fields(first[0] if first else {}, group)
+    partial = path.with_name(f".{path.name}.partial")
+    if group.rank == 0:
+        make_folder(path)
+        create(partial, fields, len(data.dataset))
+    group.barrier("make the file of predictions")
+    writer = RowWriter.open(partial)
+    row = data.part.start
+    for rows, samples in chain([first] if first else [], outputs):
+        check_rows(rows, samples, fields)
+        writer.write(row, rows)
+        row += samples
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    group.barrier("write the predictions")
+    if group.rank == 0:
+        os.replace(partial, path)
+
+
+def make_folder(path: Path) -> None:
+    """Of a file to be. Raises UserError."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "name a file with --output")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent} cannot be made: {error.strerror}", "choose another --output") from error
+
+
+def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None:
+    """Raises UserError where a batch's outputs would not fit into its rows of the file."""
+    for name, field in fields.items():
+        found, wanted = rows.get(name), (samples, *field.shape)
+        if found is None or found.shape != wanted or found.dtype != field.dtype:
+            given = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
+            raise UserError(
+                f"output {name!r} is {given} for a batch of {samples} samples, not {field.dtype}{list(wanted)}",
+                "return arrays with one row for each sample, of the same shape and type in all batches",
+            )
+
+
+def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
+    """Shapes and dtypes of the outputs; ranks without samples have none to tell."""
+    mine = {name: [list(array.shape[1:]), array.dtype.str] for name, array in head.items()}
+    told = [each for each in group.allgather(mine, "compare their outputs") if each]
+    if any(each != told[0] for each in told):
+        raise RunFailed(
+            "the model's outputs differ in shape or dtype between ranks", "return arrays of a fixed shape a sample"
+        )
+    return {name: Field(tuple(shape), np.dtype(kind)) for name, (shape, kind) in told[0].items()}

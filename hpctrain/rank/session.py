@@ -1,0 +1,316 @@
+"""One rank from its start to its last word: joins the others, fails together with them, and says why once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.world import World, alone, connect
+from hpctrain.config.loading import dump
+from hpctrain.config.sections import Config
+from hpctrain.errors import ExitCode, HpctrainError, RunFailed
+from hpctrain.run import provenance
+from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir, create_exclusively, current_attempt, write_atomically
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word, merge
+from hpctrain.run.live_lock import BEAT_S, LiveLock, myself
+from hpctrain.run.verdict import decide
+from hpctrain.system import processes
+from hpctrain.system.output import quiet_environment, redirect
+from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
+from hpctrain.train.hooks import StopReason
+
+COMPANY_S = 3.0
+"""Seconds that a failing rank waits to learn whether all others fail too, before it takes them down."""
+EXIT_CODES = {StopReason.REQUESTED: ExitCode.STOPPED}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank's work ended well."""
+
+    reason: StopReason
+    step: int | None = None
+    weights_hash: str | None = None
+    """Equal on all ranks after a correct run."""
+
+
+class PeerFailed(Exception):
+    """All ranks have agreed that another one has failed; this one ends with it, silently."""
+
+    def __init__(self, rank: int, what: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank} failed: {what}")
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+class Agreed(Exception):
+    """All ranks know of this rank's error, its ``__cause__``; ``first`` is the lowest rank that failed."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(f"the error of rank {first} is the one that is shown")
+        self.first = first
+
+
+@dataclass
+class Session:
+    """A rank among the others. Made by ``run_rank``."""
+
+    world: World
+    errors: Group
+    """All ranks, on a communicator of its own: an error can be told whatever else is going on."""
+    signals: StopSignals
+    verbose: bool = False
+    supervised: bool = False
+    run_dir: RunDir | None = None
+    lock: LiveLock | None = None
+    word: LastWord = dataclasses.field(default_factory=lambda: first_word(None))
+    user_stderr: int = 2
+    """Descriptor that reaches the user."""
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """A part of the start that each rank does by itself; where it fails on one, it fails on all.
+
+        The body must not communicate with other ranks.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # told to the others first, whatever it is
+            error = caught
+        if error is None:
+            self.check_peers(what)
+        elif (told := self.exchange(error, what, COMPANY_S * 5)) is not None:
+            raise Agreed(lowest_failing(told)) from error
+        else:
+            raise error
+
+    def check_peers(self, what: str) -> None:
+        """Waits for all ranks; raises PeerFailed where another one comes with an error."""
+        told = self.exchange(None, what, TIMEOUT_S) or []
+        if any(told):
+            first = lowest_failing(told)
+            raise PeerFailed(first, *told[first])
+
+    def exchange(self, error: BaseException | None, what: str, timeout_s: float) -> list[Any] | None:
+        """What each rank has to report, (message, exit code) or None; None if the others do not come."""
+        mine = None if error is None else [message(error)[0], exit_code(error)]
+        try:
+            return self.errors.allgather(mine, what, timeout_s)
+        except RunFailed:
+            return None
+
+    def join_run(self, config: Config) -> RunDir:
+        """Opens the run folder, and begins an attempt where no supervisor has; collective.
+
+        Raises:
+            UserError: the folder is in use by another live run, or cannot be made.
+        """
+        if self.run_dir is not None:
+            return self.run_dir
+        run_dir = RunDir.for_config(config)
+        with self.phase("open the run folder"):
+            attempt = self.begin_attempt(run_dir, config) if self.world.rank == 0 else 0
+        os.environ[ATTEMPT] = str(self.errors.broadcast(attempt, "learn the attempt's number"))
+        self.open(run_dir)
+        return run_dir
+
+    def begin_attempt(self, run_dir: RunDir, config: Config) -> int:
+        """What a supervisor does at the start, for ranks that have none."""
+        run_dir.create()
+        lock = LiveLock(run_dir, myself())
+        lock.acquire()
+        self.lock = lock
+        threading.Thread(target=_beat, args=(lock,), daemon=True).start()
+        write_atomically(run_dir.run_yaml, dump(config).encode())
+        job = os.environ.get("SLURM_JOB_ID")
+        return run_dir.begin_attempt(host=self.world.host, job_id=job, ranks=self.world.size, **provenance.of_run())
+
+    def open(self, run_dir: RunDir) -> None:
+        """Leaves the first word and sends output to its place."""
+        self.run_dir = run_dir
+        self.word = first_word(self.world.rank, processes.oom_kills())
+        with self.phase("write into the run folder"):
+            self.word_file().begin(self.word)
+        if (self.supervised or self.world.size > 1) and not self.verbose:
+            self.user_stderr = redirect(self.log(), keep_stdout=self.world.rank == 0)
+
+    def log(self) -> Path:
+        """This rank's log."""
+        assert self.run_dir is not None
+        return self.run_dir.log("x" if self.word.rank is None else self.word.rank, current_attempt())
+
+    def word_file(self) -> WordFile:
+        """This rank's."""
+        assert self.run_dir is not None
+        return WordFile.of(self.run_dir, current_attempt(), self.word)
+
+    def end(self, ending: Ending, code: int, **fields: Any) -> None:
+        """The last word."""
+        self.word = dataclasses.replace(self.word, ending=ending, exit_code=code, ended=time.time(), **fields)
+        if self.run_dir is not None:
+            self.word_file().end(self.word)
+
+    def finish(self, outcome: Outcome) -> int:
+        """An orderly end, on all ranks."""
+        code = EXIT_CODES.get(outcome.reason, ExitCode.DONE)
+        self.check_peers("end")
+        self.end(Ending(outcome.reason.value), code, step=outcome.step, weights_hash=outcome.weights_hash)
+        if self.supervised:
+            return ExitCode.DONE  # to mpirun any other code is a failure; the supervisor reads the word
+        self.errors.barrier("leave their last words")
+        self.conclude()
+        return code
+
+    def fail(self, error: BaseException, first: int | None) -> int:
+        """The end of a rank with an error. Takes the others down unless they have failed too.
+
+        Args:
+            error: what happened.
+            first: the lowest failing rank, where the ranks have agreed on that.
+        """
+        what, fix = message(error)
+        trace = "".join(traceback.format_exception(error))
+        code = exit_code(error)
+        self.end(Ending.FAILED, code, error=ErrorWord(what, fix, type(error).__name__, trace))
+        unexpected = not isinstance(error, HpctrainError)
+        if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
+            with contextlib.suppress(OSError):  # the log's disk may be full, and the others must still be ended
+                print(trace, file=sys.stderr, flush=True)
+        if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
+            first = lowest_failing(told)
+        if not self.supervised and self.shows(first):
+            self.tell(what, fix)
+            self.conclude()
+        if first is None and self.errors.comm is not None:
+            self.errors.comm.Abort(code)
+        return code
+
+    def shows(self, first: int | None) -> bool:
+        """Whether this rank is the one that tells the user; exactly one is, however many fail."""
+        if first is not None:
+            return first == self.world.rank
+        if self.run_dir is None:
+            return True
+        try:
+            return create_exclusively(self.word_file().path.with_name("told"), b"")
+        except HpctrainError:
+            return True
+
+    def tell(self, what: str, fix: str) -> None:
+        """The one message."""
+        where = f"rank {self.world.rank} on {self.world.host}: " if self.world.size > 1 else ""
+        logged = self.user_stderr != 2 and self.run_dir is not None
+        trace = f"\n  traceback: {self.log()}" if logged else ""
+        self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}{trace}")
+
+    def warn(self, text: str) -> None:
+        """To the user, from rank 0 while the run goes on; under a supervisor only its standard output gets there."""
+        self.write(1 if self.supervised else self.user_stderr, text)
+
+    def write(self, descriptor: int, text: str) -> None:
+        """That it cannot be told ends nothing."""
+        with contextlib.suppress(OSError):
+            os.write(descriptor, f"hpctrain: {text}\n".encode())
+
+    def conclude(self) -> None:
+        """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""
+        if self.run_dir is None or not (self.world.rank == 0 or self.word.ending is Ending.FAILED):
+            return
+        with contextlib.suppress(HpctrainError, OSError):
+            number = current_attempt()
+            words = collect(self.run_dir, number)
+            verdict = decide(words, self.run_dir.attempts(), max_failures=sys.maxsize).to_json()
+            if len(words) == self.world.size and all(word.ending is not Ending.RUNNING for word in words):
+                merge(self.run_dir, number, words, verdict)
+            self.run_dir.end_attempt(number, verdict=verdict, hosts=sorted({word.host for word in words}))
+        if self.lock is not None:
+            self.lock.release()
+
+
+def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
+    """Runs one rank's work; the process's exit code.
+
+    Connects to the other ranks, calls ``body`` and leaves a last word. Start-up parts inside ``body`` stand in
+    ``session.phase``; an error there, or one that all ranks share, ends all ranks alike, and is shown once. An error
+    on some ranks only is shown by one of them, which ends the others through MPI within seconds.
+    """
+    os.environ.update(quiet_environment(verbose, os.environ))
+    supervised = RUN_DIR in os.environ
+    if processes.TETHER in os.environ:
+        processes.die_with_parent()
+    signals = StopSignals() if supervised else InterruptibleStopSignals()
+    signals.install()
+    session = Session(alone(), Group("errors"), signals, verbose, supervised)
+    try:
+        session.world = connect()
+        session.errors = _own_channel(session.world)
+        if supervised:
+            session.open(RunDir(Path(os.environ[RUN_DIR])))
+        return session.finish(body(session))
+    except PeerFailed as error:
+        session.end(Ending.TAKEN_DOWN, error.exit_code, note=str(error))
+        if not supervised and session.world.rank == 0:
+            session.conclude()
+        return error.exit_code
+    except Agreed as agreed:
+        assert agreed.__cause__ is not None
+        return session.fail(agreed.__cause__, agreed.first)
+    except BaseException as error:
+        if session.run_dir is None and supervised:  # it never joined: its word has no rank
+            session.run_dir = RunDir(Path(os.environ[RUN_DIR]))
+        return session.fail(error, None)
+    finally:
+        signals.restore()
+
+
+def lowest_failing(told: Sequence[Any]) -> int:
+    """The first rank that reports something; one does."""
+    return next(rank for rank, entry in enumerate(told) if entry is not None)
+
+
+def message(error: BaseException) -> tuple[str, str]:
+    """What to say about an error, and what to do: its own words if it is ours, else its type, text and place."""
+    if isinstance(error, HpctrainError):
+        return error.what, error.fix
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted before the current step had ended", "the same command resumes from the last checkpoint"
+    if isinstance(error, SystemExit):
+        return f"the program called sys.exit({error.code!r}) in mid-run{_place(error)}", "remove that call"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}{_place(error)}", "the traceback in the rank's log shows where it comes from"
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that an error ends a rank with."""
+    return int(error.exit_code) if isinstance(error, HpctrainError) else int(ExitCode.FAILURE)
+
+
+def _place(error: BaseException) -> str:
+    """' (task.py:12)': the innermost line of the user's own code, else the innermost at all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", package))]
+    found = (own or frames)[-1:]
+    return f" ({Path(found[0].filename).name}:{found[0].lineno})" if found else ""
+
+
+def _own_channel(world: World) -> Group:
+    comm = world.everyone.comm
+    return Group("errors", comm.Dup() if comm is not None else None)
+
+
+def _beat(lock: LiveLock) -> None:
+    while True:
+        time.sleep(BEAT_S)
+        lock.beat()

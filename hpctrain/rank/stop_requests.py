@@ -1,0 +1,111 @@
+"""The ranks agree on a request to stop at a step boundary, at no cost to the step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpctrain.run.folder import RunDir
+from hpctrain.system.signals import StopSignals
+from hpctrain.train.hooks import BaseHook, StopReason
+
+if TYPE_CHECKING:
+    from hpctrain.train.framework import StepResult
+    from hpctrain.train.loop import Trainer
+
+STOP_FILE = 128
+"""What rank 0 tells the others in place of a signal number when it found the STOP file."""
+POLL_S = 1.0
+"""Seconds between two looks for the STOP file: a look may be a round trip to a metadata server."""
+
+
+class StopRequests(BaseHook):
+    """Ends the loop on all ranks after the same step once any rank got a signal, or rank 0 found the STOP file.
+
+    After each step the ranks start a non-blocking maximum over their flags, and read the one started a step before:
+    its messages travelled during the step, so reading it does not wait.
+    """
+
+    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[..., object]) -> None:
+        """``report`` is called on rank 0 as report(event, step, **fields)."""
+        self.signals = signals
+        self.run_dir = run_dir
+        self.report = report
+        self.comm: Any = None
+        self.request: Any = None
+        self.mine = np.zeros(1, dtype=np.int32)
+        self.agreed = np.zeros(1, dtype=np.int32)
+        self.looks_for_file = False
+        self.stop_path = os.fspath(run_dir.stop_file)
+        self.next_look = 0.0
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """See Hook."""
+        self.looks_for_file = trainer.world.rank == 0
+        if trainer.world.everyone.comm is not None:
+            from mpi4py import MPI
+
+            self.comm = trainer.world.everyone.comm.Dup()
+            self.operation = MPI.MAX
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+        """See Hook."""
+        flag = self.agree()
+        if not flag:
+            return None
+        if trainer.world.rank == 0:
+            self.report("stop_requested", trainer.state.step, by=self.describe(flag))
+        return StopReason.REQUESTED
+
+    def agree(self) -> int:
+        """What the ranks agreed on at the step before, 0 for no request; passes this step's flag on."""
+        if self.comm is None:
+            return self.flag()
+        flag = 0
+        if self.request is not None:
+            self.request.Wait()
+            flag = int(self.agreed[0])
+            self.request = None
+        if not flag:
+            self.mine[0] = self.flag()
+            self.request = self.comm.Iallreduce(self.mine, self.agreed, self.operation)
+        return flag
+
+    def flag(self) -> int:
+        """This rank's own request."""
+        if self.signals.received:
+            return self.signals.first
+        return STOP_FILE if self.looks_for_file and self.finds_file() else 0
+
+    def finds_file(self) -> bool:
+        """Looks for the STOP file, at most every POLL_S seconds."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return False
+        self.next_look = now + POLL_S
+        return os.path.exists(self.stop_path)
+
+    def describe(self, flag: int) -> str:
+        """Who asked."""
+        if flag == STOP_FILE:
+            return self.run_dir.stop_requested_by() or "STOP file"
+        return f"signal {signal.Signals(flag).name}"
+
+    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+        """Completes what is still under way: all ranks come here after the same step."""
+        if self.request is not None:
+            self.request.Wait()
+            self.request = None
+
+    def close(self) -> None:
+        """See Hook. After an error the others may never answer: what is under way is left to MPI's end."""
+        if self.comm is not None and self.request is None:
+            with contextlib.suppress(Exception):
+                self.comm.Free()
+        self.comm = None

@@ -1,0 +1,83 @@
+"""Sums of a flat torch tensor over ranks, by Horovod: NCCL on GPUs where it was built for that, MPI otherwise."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.layout import Layout
+
+POLL_S = 2e-4
+"""Horovod's own wait looks once a millisecond."""
+
+
+class HorovodSum:
+    """Few large messages of fixed names and bounds: nothing is negotiated anew, and timing changes no sum."""
+
+    def __init__(self, horovod: Any, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
+        self.horovod = horovod
+        self.gradients = layout.gradients
+        self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
+        self.half = torch.zeros(layout.gradients, dtype=torch.float16, device=device) if half else None
+        self.handles: list[int] = []
+
+    def start(self, begin: int, end: int) -> None:
+        """See TensorSum."""
+        if self.half is None:
+            self._send(self.flat[begin:end], begin)
+            return
+        part = slice(begin, min(end, self.gradients))
+        self.half[part].copy_(self.flat[part])
+        self._send(self.half[part], begin)
+        if end > self.gradients:  # losses and weights keep fp32's precision
+            self._send(self.flat[self.gradients :], self.gradients)
+
+    def finish(self) -> None:
+        """See TensorSum."""
+        for handle in self.handles:
+            while not self.horovod.poll(handle):
+                time.sleep(POLL_S)
+            self.horovod.synchronize(handle)
+        self.handles.clear()
+        if self.half is not None:
+            self.flat[: self.gradients].copy_(self.half)
+
+    def close(self) -> None:
+        """Ends Horovod's background thread, which would take time from the cores even when it has nothing to do."""
+        self.horovod.shutdown()
+
+    def _send(self, part: Tensor, begin: int) -> None:
+        name = f"hpctrain.gradients.{begin}"  # a group of its own: groups are not fused (horovod_setup.SETTINGS)
+        self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
+
+
+def unfit(horovod: Any, group: Group, device: torch.device) -> UserError | None:
+    """What keeps Horovod from summing tensors of this device, the same on all ranks. Collective over the group."""
+    on_gpu = device.type == "cuda"
+    for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if on_gpu and horovod.nccl_built() else None
+    everywhere = group.allgather([for_cpus, gpu], "compare GPUs")
+    if any(for_cpus for for_cpus, _ in everywhere):  # it would read values before they are there, and then hang
+        return UserError(
+            "Horovod was built for CPUs, but the model is on a GPU",
+            f"{horovod_setup.BUILD} --gpu --force, or set reduce.kind: mpi",
+        )
+    gpus = [gpu for _, gpu in everywhere if gpu]
+    if len(set(gpus)) < len(gpus):
+        return UserError("ranks share a GPU, which NCCL refuses", "start one rank a GPU, or set reduce.kind: mpi")
+    return None
+
+
+def horovod_sum(group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> HorovodSum:
+    """Starts Horovod; raises UserError where it is missing or does not fit."""
+    horovod = horovod_setup.load("torch")
+    if error := unfit(horovod, group, device):
+        raise error
+    horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
+    return HorovodSum(horovod, layout, dtype, device, half)

@@ -1,0 +1,267 @@
+"""Averages the gradients of a torch model over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import UserError
+from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, Totals, totals
+from hpctrain.reduce.layout import plan
+from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
+from hpctrain.reduce.torch_horovod import horovod_sum, unfit
+from hpctrain.reduce.torch_sums import TensorSum, mpi_sum
+
+Number: TypeAlias = Any
+"""A float, or a scalar tensor on any device."""
+
+
+class Reducer(Protocol):
+    """Turns the gradients of this rank into those of the global batch.
+
+    Each update: ``begin``, backward (several times, if need be, with ``last_backward`` False before all but the last),
+    ``exchange``. Losses must be scaled before backward as Totals describes; then ``grad`` of each parameter is the sum.
+    """
+
+    name: str
+    """Of the candidate, such as mpi-node."""
+    last_backward: bool
+    """Whether the next backward completes the gradients, so that they may travel while it runs."""
+
+    def begin(self) -> None:
+        """Forgets all gradients."""
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+        """Returns when all gradients are sums over the ranks, with what travelled along.
+
+        Args:
+            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, where a weight is given.
+            weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
+        """
+
+    def gradients(self) -> list[Tensor]:
+        """Tensors that hold all summed gradients, to take norms of and to scale in place."""
+
+    def close(self) -> None:
+        """Gives the gradients back to autograd, ends threads, frees memory."""
+
+
+class NoReducer:
+    """One rank: gradients stay where autograd puts them."""
+
+    name = "none"
+
+    def __init__(self, parameters: Sequence[tuple[str, Parameter]], sparse: Sparse = "densify") -> None:
+        self.named = parameters
+        self.parameters = [parameter for _, parameter in parameters]
+        self.sparse = sparse
+        self.last_backward = True
+
+    def begin(self) -> None:
+        """See Reducer."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+        """See Reducer."""
+        for name, parameter in self.named:
+            if parameter.grad is None:  # several ranks could not know that it had no part on any of them
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = densify(name, parameter.grad, self.sparse)
+        slots = [0.0] * SLOTS
+        slots[LOSS] = float(loss)
+        if weight is not None:
+            slots[WEIGHT], slots[WEIGHTED] = float(weight), 1.0
+        return totals(slots)
+
+    def gradients(self) -> list[Tensor]:
+        """See Reducer."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def close(self) -> None:
+        """See Reducer."""
+
+
+class FlatReducer:
+    """Gradients in one flat buffer that is summed over the ranks."""
+
+    def __init__(self, name: str, flat_gradients: FlatGradients, sum_: TensorSum) -> None:
+        self.name = name
+        self.flat_gradients = flat_gradients
+        self.sum = sum_
+        boundary = flat_gradients.layout.gradients
+        self.values = sum_.flat[:boundary]
+        self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
+        self.slots = sum_.flat[boundary:]
+        self.begin = flat_gradients.begin
+        flat_gradients.attach()
+
+    @property
+    def last_backward(self) -> bool:
+        """See Reducer."""
+        return self.flat_gradients.last_backward
+
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.flat_gradients.last_backward = value
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+        """See Reducer."""
+        self.slots.zero_()
+        self.slots[LOSS] = loss
+        if weight is not None:
+            self.slots[WEIGHT] = weight
+            self.slots[WEIGHTED] = 1.0
+        self.flat_gradients.complete()
+        self.sum.finish()
+        self.flat_gradients.publish()
+        return totals(self.slots.tolist())
+
+    def gradients(self) -> list[Tensor]:
+        """See Reducer."""
+        if self.converts:  # then ``grad`` of some parameters is no view of the buffer
+            return [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
+        return [self.values]
+
+    def close(self) -> None:
+        """See Reducer."""
+        self.flat_gradients.detach()
+        self.sum.close()
+
+
+def make_reducer(candidate: Candidate, group: Group, model: Module, config: ReduceConfig) -> Reducer:
+    """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
+
+    Raises:
+        UserError: Horovod is missing or does not fit.
+    """
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if candidate.kind == "none":
+        return NoReducer(parameters, config.sparse)
+    dtype, device = _common(parameters)
+    overlaps = candidate.way == "overlap"
+    element_bytes = 8 if dtype == torch.float64 else 4
+    layout = plan(
+        [parameter.numel() for _, parameter in parameters],
+        max(1, config.bucket_bytes // element_bytes) if overlaps else None,
+        SLOTS,
+    )
+    if candidate.kind == "horovod":
+        sum_: TensorSum = horovod_sum(group, layout, dtype, device, candidate.compression == "fp16")
+    else:
+        candidate, sum_ = mpi_sum(candidate, group, layout, dtype, device)
+
+    def ready(number: int) -> None:
+        sum_.start(layout.buckets[number].begin, layout.buckets[number].end)
+
+    return FlatReducer(candidate.name, FlatGradients(parameters, sum_.flat, layout, ready, config.sparse), sum_)
+
+
+def possible(config: ReduceConfig, world: World, model: Module) -> list[Candidate]:
+    """What may be chosen from for this model on these ranks; raises UserError where the configuration cannot be met."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def has_horovod() -> bool:  # asked on all ranks or on none
+        there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
+        return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+
+    return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+
+
+def measured_reducer(
+    config: ReduceConfig,
+    world: World,
+    model: Module,
+    rehearse: Callable[[Reducer], None],
+    chosen: str | None = None,
+    announce: Callable[[Choice], None] | None = None,
+) -> Reducer:
+    """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
+
+    Args:
+        config: the run file's section.
+        world: the ranks.
+        model: its parameters must be on their device already.
+        rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
+        chosen: the name of an earlier choice, which is kept without measuring.
+        announce: told what was measured, where there was a choice.
+    """
+    if chosen is not None and world.data.size > 1:
+        return make_reducer(Candidate.parse(chosen), world.data, model, config)
+    among = possible(config, world, model)
+    if len(among) == 1:
+        return make_reducer(among[0], world.data, model, config)
+    choice = choose(among, _ModelRehearsal(world.data, model, config, rehearse), world.data)
+    if announce is not None:
+        announce(choice)
+    return make_reducer(choice.candidate, world.data, model, config)
+
+
+class _ModelRehearsal:
+    def __init__(self, group: Group, model: Module, config: ReduceConfig, step: Callable[[Reducer], None]) -> None:
+        self.group, self.model, self.config, self.step = group, model, config, step
+        self.reducer: Reducer | None = None
+
+    def open(self, candidate: Candidate) -> None:
+        self.reducer = make_reducer(candidate, self.group, self.model, self.config)
+
+    def run(self) -> None:
+        if self.reducer is not None:
+            self.step(self.reducer)
+
+    def close(self) -> None:
+        if self.reducer is not None:
+            self.reducer.begin()
+            self.reducer.close()
+
+
+def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
+    """Overwrites tensors with those of rank 0."""
+    if group.comm is None:
+        return
+    for tensor in tensors:
+        host = tensor.detach().to("cpu", copy=True).contiguous()
+        group.broadcast_array(host.view(-1).view(torch.uint8).numpy(), what)
+        with torch.no_grad():
+            tensor.copy_(host)
+
+
+def require_same_model(group: Group, model: Module) -> None:
+    """Raises UserError, on every rank, where ranks built models of different names, shapes or types."""
+    described = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()])
+    digests = group.allgather(hashlib.sha256(described.encode()).hexdigest(), "compare the models")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise UserError(
+            f"the model of rank {odd[0]} differs from that of rank 0 in the names, shapes or types of its tensors",
+            "build the same model on every rank; only data may depend on the rank",
+        )
+
+
+def _common(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:
+    """The type in which gradients are summed and the device they lie on."""
+    if not parameters:
+        raise UserError(
+            "the model has no parameter that wants a gradient", "leave requires_grad on for what is to be trained"
+        )
+    devices = {parameter.device for _, parameter in parameters}
+    if len(devices) > 1:
+        raise UserError(
+            f"the model is spread over {len(devices)} devices", "put all parameters of a rank on one device"
+        )
+    odd = [name for name, parameter in parameters if not parameter.dtype.is_floating_point]
+    if odd:
+        raise UserError(f"parameter {odd[0]} is not of a real floating-point type", "use real-valued parameters")
+    wide = any(parameter.dtype == torch.float64 for _, parameter in parameters)
+    return torch.float64 if wide else torch.float32, devices.pop()

@@ -1,0 +1,1 @@
+"""What a run hands over when it has ended: model card and MLflow's registry."""

@@ -1,0 +1,74 @@
+"""A model card (Mitchell et al. 2019, in short) from what the run folder knows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from hpctrain.errors import UserError
+from hpctrain.report.summary import summarize
+from hpctrain.run.folder import RunDir
+from hpctrain.run.history import RunData
+
+
+def model_card(data: RunData, step: int | None = None) -> str:
+    """Markdown: task, data, configuration, metrics, environment, cost. What is unknown is said to be.
+
+    Args:
+        data: the run.
+        step: of the checkpoint that the card is for; by default the newest.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    run_dir = RunDir(data.path)
+    if step is not None and not read_manifest(data, step):
+        newest = run_dir.newest_checkpoint_step()
+        fix = "hpctrain ckpt ls shows what there is" if newest is not None else "train until one is saved"
+        raise UserError(f"{data.path} has no checkpoint of step {step}", fix)
+    step = run_dir.newest_checkpoint_step() if step is None else step
+    summary = summarize(data)
+    attempts = data.info.get("attempts") or [{}]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpctrain.registry"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("card.md.j2").render(
+        summary=summary,
+        config=data.config,
+        step=step,
+        fingerprint=fingerprint(data, step),
+        git_commit=attempts[-1].get("git_commit"),
+        finished=_date(attempts[-1].get("ended")),
+        task_args=json.dumps(data.config.get("task_args") or {}),
+    )
+
+
+def fingerprint(data: RunData, step: int | None) -> str | None:
+    """Of the training data, as a checkpoint's manifest has it."""
+    manifest = read_manifest(data, step)
+    meta = (manifest.get("manifest") or {}).get("meta") or {}
+    identity = meta.get("identity") or {}
+    found = identity.get("data")
+    return str(found) if found else None
+
+
+def read_manifest(data: RunData, step: int | None) -> Mapping[str, Any]:
+    """The manifest of a checkpoint, by default the newest; empty if there is none."""
+    folder = data.path / "checkpoints"
+    wanted = f"step-{step:09d}" if step is not None else "step-*"
+    paths = sorted(folder.glob(f"{wanted}/manifest.json"))
+    try:
+        return dict(json.loads(paths[-1].read_bytes())) if paths else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _date(seconds: float | None) -> str | None:
+    return None if not seconds else datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d")

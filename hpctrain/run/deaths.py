@@ -1,0 +1,41 @@
+"""Who died first: a line for each death, written by the agent of the rank's node, read by the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+
+
+def note(rank: int) -> None:
+    """Appends to the deaths of this attempt; outside of a supervised run there is nobody to read them."""
+    folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
+    if folder and attempt:
+        line = f"{time.time():.6f} {rank}\n".encode()
+        with contextlib.suppress(OSError):
+            handle = os.open(_file(RunDir(Path(folder)), attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                os.write(handle, line)
+            finally:
+                os.close(handle)
+
+
+def noted(run: RunDir, attempt: int) -> list[tuple[float, int]]:
+    """Unix seconds and rank of each death of an attempt, the first one first."""
+    try:
+        lines = _file(run, str(attempt)).read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a line that was cut off
+            seconds, rank = line.split()
+            found.append((float(seconds), int(rank)))
+    return sorted(found)
+
+
+def _file(run: RunDir, attempt: str) -> Path:
+    return run.monitor / f"deaths-{attempt}.txt"

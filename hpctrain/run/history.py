@@ -1,0 +1,189 @@
+"""Everything a report needs of a run folder, in memory that grows with the numbers only, not with their text."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from hpctrain.config.loading import read_yaml
+from hpctrain.errors import UserError
+from hpctrain.run.events import COMMON, REPEATED, Event
+from hpctrain.run.folder import RunDir
+
+NOT_PLOTTED = (*COMMON, "steps", "epoch", "total_steps")
+"""Numbers of ``train`` events that are no curves."""
+KEPT_EVENTS = 2000
+"""Rare events (checkpoints, stragglers, ...) of each name that are kept whole; of more, the first and the last half."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: float64 arrays of equal length, by time."""
+
+    step: Floats
+    time: Floats
+    """Unix seconds."""
+    value: Floats
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as its folder tells it; whatever is missing there is empty here."""
+
+    path: Path
+    info: dict[str, Any]
+    """run.json."""
+    config: dict[str, Any]
+    """run.yaml."""
+    train: dict[str, Series]
+    """By name: loss, lr, samples_per_s, and one for each further number of the ``train`` events."""
+    phases: dict[str, Series]
+    """Seconds of each phase in each interval."""
+    metrics: dict[str, Series]
+    """Validation metrics."""
+    rare: dict[str, list[Event]]
+    """All other events by name, by time."""
+    counts: dict[str, int]
+    """Events by name, repeated ones included."""
+    words: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Last words by attempt."""
+
+    def first(self, event: str) -> Event:
+        """The first event of a name, empty if there is none."""
+        return next(iter(self.rare.get(event, [])), {})
+
+    def last(self, event: str) -> Event:
+        """The last event of a name, empty if there is none."""
+        return next(reversed(self.rare.get(event, [])), {})
+
+
+def read(run_dir: RunDir) -> RunData:
+    """Reads a run folder: of a finished, running or failed run, or what is left of one. Never writes."""
+    files = [path for path in (run_dir.events, run_dir.monitor_events) if path.is_file()]
+    starts = takeover_steps(line for path in files for line in _lines(path))
+    columns = Columns(starts)
+    for path in files:
+        for event in _events(_lines(path)):
+            columns.add(event)
+    try:
+        info = run_dir.info()
+    except UserError:  # a damaged run.json must not hide the rest of the run
+        info = {}
+    attempts = sorted({int(entry["attempt"]) for entry in info.get("attempts", [])} | set(starts))
+    return RunData(
+        path=run_dir.path,
+        info=info,
+        config=run_config(run_dir.run_yaml),
+        train=columns.series(columns.train),
+        phases=columns.series(columns.phases),
+        metrics=columns.series(columns.metrics),
+        rare={name: sorted(events, key=lambda event: event["time"]) for name, events in columns.rare.items()},
+        counts=dict(columns.counts),
+        words={attempt: words for attempt in attempts if (words := _words(run_dir, attempt))},
+    )
+
+
+def run_config(path: Path) -> dict[str, Any]:
+    """run.yaml as it stands; empty where it is missing or damaged."""
+    try:
+        loaded = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def takeover_steps(lines: Iterable[bytes]) -> dict[int, int]:
+    """The step at which each attempt took over: what earlier ones did beyond it was done again."""
+    marked = (line for line in lines if b'"run_started"' in line or b'"resumed"' in line)
+    return {
+        event["attempt"]: event["step"] for event in _events(marked) if event["event"] in ("run_started", "resumed")
+    }
+
+
+class Columns:
+    """Collects events as columns of numbers."""
+
+    def __init__(self, starts: dict[int, int]) -> None:
+        self.starts = starts
+        self.train: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self.phases: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self.metrics: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self.rare: dict[str, list[Event]] = defaultdict(list)
+        self.counts: dict[str, int] = defaultdict(int)
+
+    def add(self, event: Event) -> None:
+        """Takes one event, unless a later attempt computed its step again."""
+        name = event["event"]
+        self.counts[name] += 1
+        if name in REPEATED and self._repeated(event):
+            return
+        if name == "train":
+            self._numbers(self.train, event, event)
+            self._numbers(self.phases, event, event.get("seconds") or {})
+        elif name == "eval":
+            self._numbers(self.metrics, event, event.get("metrics") or {})
+        else:
+            kept = self.rare[name]
+            kept.append(event)
+            if len(kept) > KEPT_EVENTS:
+                del kept[KEPT_EVENTS // 2]
+
+    def series(self, columns: dict[str, array[float]]) -> dict[str, Series]:
+        """The columns as curves, by time."""
+        curves = {}
+        for name, numbers in columns.items():
+            rows = np.frombuffer(numbers, dtype=np.float64).reshape(-1, 3)
+            rows = rows[np.argsort(rows[:, 1], kind="stable")]
+            curves[name] = Series(rows[:, 0], rows[:, 1], rows[:, 2])
+        return curves
+
+    def _repeated(self, event: Event) -> bool:
+        step, attempt = event["step"], event["attempt"]
+        return any(later > attempt and step > start for later, start in self.starts.items())
+
+    @staticmethod
+    def _numbers(columns: dict[str, array[float]], event: Event, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name not in NOT_PLOTTED and isinstance(value, (int, float)):
+                columns[name].extend((event["step"], event["time"], value))
+
+
+def _words(run_dir: RunDir, attempt: int) -> dict[str, Any]:
+    """Last words, merged; where nobody could merge them (full disk, dead supervisor), what each rank left by itself."""
+    merged = run_dir.read_words(attempt)
+    if merged:
+        return merged
+    ranks = []
+    for path in sorted((run_dir.ranks / str(attempt)).glob("*.json")):
+        try:
+            ranks.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    return {"ranks": ranks} if ranks else {}
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Whole events; torn lines, which a crash or a full disk leaves, are dropped."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and all(key in event for key in COMMON):
+            yield event
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file

@@ -1,0 +1,130 @@
+"""From ``package.module:function`` or ``path/file.py:function`` to the user's task."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.world import World
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import KerasTask, Task, TorchTask
+from hpctrain.train.seeds import seed_python
+
+
+def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: int, precision: str = "fp32") -> Task:
+    """Imports the task function and calls it with its arguments and, where it takes one, the world.
+
+    Everything random is seeded first, alike on all ranks: initial weights do not depend on how many there are. Keras
+    layers are made for the precision (fp32, bf16, fp16) that they compute in.
+
+    Raises:
+        UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
+            something else than a task comes back, or one of a framework that could not be seeded. Errors of the task
+            itself pass through.
+    """
+    function = _function(reference)
+    call = _bind(function, reference, arguments, world)
+    seed_task(seed, precision, world.local_rank)
+    seeded = set(sys.modules)
+    task = call()
+    if not isinstance(task, (TorchTask, KerasTask)):
+        raise UserError(
+            f"task {reference} returned {type(task).__name__}",
+            "return hpctrain.TorchTask(...) or hpctrain.KerasTask(...)",
+        )
+    framework = "torch" if isinstance(task, TorchTask) else "keras"
+    if framework not in seeded:
+        raise UserError(
+            f"task {reference} imports {framework} inside the function, too late to be seeded",
+            f"import {framework} at the top of the file",
+        )
+    return task
+
+
+def _function(reference: str) -> Callable[..., Any]:
+    where, _, name = reference.rpartition(":")
+    module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"task {reference}: {where} has no function {name!r}", "correct task: in the run file")
+    return function
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, "")  # a module beside the run file's working directory, as python -m finds it
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise UserError(
+                f"task module {name!r} cannot be found",
+                "correct task: in the run file, start in the folder that holds it, or write path/file.py:function",
+            ) from error
+        raise _import_failed(name, error) from error
+    except (ImportError, SyntaxError) as error:
+        raise _import_failed(name, error) from error
+    finally:
+        sys.path.remove("")
+        if "" not in sys.path:
+            sys.path.append("")  # behind what is installed, for imports that the task makes when it runs
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        fix = "correct task: in the run file; paths start at the working directory"
+        raise UserError(f"task file {path} does not exist", fix)
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"task file {path} cannot be imported", "give a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.resolve().parent))  # files beside it can be imported, as in a script
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise _import_failed(str(path), error) from error
+    return module
+
+
+def _import_failed(name: str, error: Exception) -> UserError:
+    what = f"task {name} fails to import: {type(error).__name__}: {error}"
+    return UserError(what, "install what is missing, or correct the import")
+
+
+def _bind(
+    function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], world: World
+) -> Callable[[], Any]:
+    """The call, checked against the signature before anything runs."""
+    signature = inspect.signature(function)
+    given = dict(arguments)
+    if "world" in signature.parameters:
+        given["world"] = world
+    try:
+        bound = signature.bind(**given)
+    except TypeError as error:
+        raise UserError(
+            f"task_args do not fit {reference}{signature}: {error}",
+            "correct task_args: in the run file",
+        ) from error
+    return lambda: function(*bound.args, **bound.kwargs)
+
+
+def seed_task(seed: int, precision: str, local_rank: int) -> None:
+    """Seeds Python, NumPy and each framework that is imported, alike on all ranks, and has it use this rank's GPU."""
+    seed_python(seed)
+    if "torch" in sys.modules:
+        from hpctrain.frameworks.torch.device import pick_device
+        from hpctrain.frameworks.torch.framework import seed as seed_torch
+
+        pick_device(local_rank)  # what the task makes on "cuda" is to lie on this rank's GPU
+        seed_torch(seed)
+    if "tensorflow" in sys.modules:
+        from hpctrain.frameworks.tensorflow.runtime import begin_task
+
+        begin_task(seed, precision, local_rank)

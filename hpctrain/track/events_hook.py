@@ -1,0 +1,155 @@
+"""The events of training: interval means, evaluations, beginning and end, into the run folder and to the sinks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpctrain.run import provenance
+from hpctrain.track.sink import Sink
+from hpctrain.train.clock import Phase
+from hpctrain.train.evaluation import add, mean_over_ranks
+from hpctrain.train.hooks import BaseHook, StopReason
+
+if TYPE_CHECKING:
+    from hpctrain.run.event_writer import EventWriter
+    from hpctrain.train.framework import StepResult, Sums
+    from hpctrain.train.loop import Trainer
+
+
+class SecondsByPhase(Protocol):
+    """A clock that sums up phases: IntervalClock or RingClock."""
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase name since the last call."""
+
+
+class EventsHook(BaseHook):
+    """Writes ``run_started``, ``train``, ``eval`` and ``run_finished``.
+
+    Results of steps are kept as they are until an interval is over, for reading one may wait for a device; then the
+    ranks' sums are added in one exchange. Rank 0 writes.
+
+    Args:
+        writer: of events.jsonl; closed here, for nothing is told later.
+        clock: gives the seconds of each phase.
+        every_steps: length of an interval.
+        sinks: get the same events; of rank 0.
+    """
+
+    def __init__(
+        self, writer: EventWriter, clock: SecondsByPhase, every_steps: int, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self.writer = writer
+        self.clock = clock
+        self.every_steps = every_steps
+        self.sinks = sinks
+        self.results: list[StepResult] = []
+        self.began = self.interval_began = time.time()
+        self.first_step = self.samples = 0
+        self.hosts: list[str] = []
+        self.has_started = False
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """See Hook."""
+        self.hosts = sorted(set(trainer.world.everyone.allgather(trainer.world.host, "name the hosts")))
+        self.clock.take()
+        self.began = self.interval_began = time.time()
+        self.first_step, self.samples = trainer.state.step, trainer.state.samples
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+        """See Hook."""
+        self.results.append(result)
+        if not self.has_started:  # the reducer is known only now
+            self.start(trainer)
+        if trainer.state.step % self.every_steps == 0:
+            self.report(trainer)
+        return None
+
+    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+        """See Hook."""
+        if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
+            self.start(trainer)
+        self.emit(trainer, "eval", trainer.state.step, metrics=dict(metrics), epoch=trainer.state.epoch)
+        return None
+
+    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+        """See Hook."""
+        if not self.has_started:
+            self.start(trainer)
+        if self.results:
+            self.report(trainer)
+        steps, seconds = trainer.state.step - self.first_step, time.time() - self.began
+        step = trainer.state.step
+        self.emit(trainer, "run_finished", step, reason=reason.value, steps=steps, seconds=seconds)
+
+    def close(self) -> None:
+        """See Hook."""
+        self.writer.close()
+        for sink in self.sinks:
+            with suppress(OSError):
+                sink.close()
+
+    def start(self, trainer: Trainer) -> None:
+        """Says who trains what with what; dated to when the attempt's training began."""
+        self.has_started = True
+        variant = reducer_name(trainer.framework)
+        self.emit(
+            trainer,
+            "run_started",
+            self.first_step,
+            time=self.began,
+            ranks=trainer.world.size,
+            hosts=self.hosts,
+            framework=getattr(trainer.framework, "name", type(trainer.framework).__name__),
+            reducer=variant.partition("-")[0],
+            reducer_variant=variant,
+            gradient_bytes=trainer.framework.gradient_bytes,
+            versions=provenance.versions(),
+            total_steps=trainer.plan.total_steps,
+        )
+
+    def report(self, trainer: Trainer) -> None:
+        """The means of the interval that ends here."""
+        totals: Sums = {}
+        for result in self.results:
+            add(totals, result.sums())
+        steps, self.results = len(self.results), []
+        add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
+        trainer.clock.mark(Phase.CALLBACKS)
+        means = mean_over_ranks(totals, trainer.world.data, "report the interval's means")
+        trainer.clock.mark(Phase.EXCHANGE)  # waiting for others is no rank's own work
+        state, now = trainer.state, time.time()
+        samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
+        self.samples, self.interval_began = state.samples, now
+        timed = [name for name in means if name.startswith("seconds/")]
+        seconds = {name.removeprefix("seconds/"): means.pop(name) for name in timed}
+        self.emit(
+            trainer,
+            "train",
+            state.step,
+            lr=trainer.schedule(state.step - 1),
+            samples_per_s=samples_per_s,
+            seconds=seconds,
+            steps=steps,
+            epoch=state.epoch,
+            total_steps=trainer.plan.total_steps,
+            **{"loss": float("nan"), **means},
+        )
+
+    def emit(self, trainer: Trainer, event: str, step: int, **fields: Any) -> None:
+        """To events.jsonl and to the sinks; on rank 0."""
+        if trainer.world.rank != 0:
+            return
+        written = self.writer.append(event, step, **fields)
+        for sink in self.sinks:
+            with suppress(OSError):  # a full disk, a closed pipe
+                sink.event(written)
+
+
+def reducer_name(framework: Any) -> str:
+    """What averages the gradients, with its variant: horovod-flat, mpi-node, none."""
+    name = framework.chosen_reducer or getattr(framework.reducer, "name", None)
+    return str(name or "none")

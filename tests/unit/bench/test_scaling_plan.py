@@ -1,0 +1,104 @@
+"""The run files of the scaling benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.bench.scaling import runs, scaling_command
+from hpctrain.bench.scaling.fit import Shape
+from hpctrain.bench.scaling.plan import EXCHANGE_FILE, batches, further, jobs, shapes
+from hpctrain.config.loading import load
+from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
+from hpctrain.errors import UserError
+from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.folder import RunDir
+
+
+def config(**launch: int) -> Config:
+    train = TrainConfig(epochs=3, global_batch=32)
+    return Config(name="r", task="wave.py:task", train=train, launch=LaunchConfig(**launch))  # type: ignore[arg-type]
+
+
+def test_weak_scaling_keeps_a_ranks_batch_and_strong_scaling_the_global_one() -> None:
+    assert batches(config(), "weak", [1, 2, 4]) == [32, 64, 128]
+    assert batches(config(), "strong", [1, 2, 4]) == [32, 32, 32]
+    each = Config(name="r", task="wave.py:task", train=TrainConfig(steps=1, batch_per_rank=8))
+    assert batches(each, "weak", [2, 4]) == [16, 32]
+    assert batches(each, "strong", [2, 4]) == [16, 16]
+
+
+def test_batches_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="3 ranks cannot share"):
+        batches(config(), "weak", [3, 6])
+    with pytest.raises(UserError, match="without a sample"):
+        batches(config(), "strong", [1, 64])
+
+
+def test_slurm_fills_nodes() -> None:
+    assert shapes(config(ranks_per_node=4), [1, 4, 8], slurm=True) == [Shape(1, 1), Shape(1, 4), Shape(2, 4)]
+    assert shapes(config(ranks_per_node=4), [1, 4, 8], slurm=False) == [Shape(1, 1), Shape(1, 4), Shape(1, 8)]
+    with pytest.raises(UserError, match="6 ranks do not fill nodes of 4"):
+        shapes(config(ranks_per_node=4), [6], slurm=True)
+
+
+def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path: Path) -> None:
+    made = jobs(config(), ["weak", "strong"], [Shape(1, 1), Shape(1, 2)], 60, 2, 1, tmp_path)
+    one = ["ranks-1-batch-32-round-1", "ranks-2-batch-64-round-1", "ranks-2-batch-32-round-1", "exchange-2-round-1"]
+    assert [job.name for job in made] == one + [name.replace("round-1", "round-2") for name in one]
+    train = made[1].config.train
+    assert (train.steps, train.epochs, train.global_batch, train.threads) == (60, None, 64, 1)
+    assert not made[1].config.checkpoint.enabled
+    assert made[3].config.launch.command[2] == "hpctrain.bench.scaling.exchange"
+
+
+def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_path: Path) -> None:
+    made = jobs(config(), ["weak"], [Shape(1, 1), Shape(1, 2)], 60, 1, 1, tmp_path)
+    runs.write(made, tmp_path)
+    for job in made:
+        assert load(runs.run_file(job)) == job.config
+    runs.write(made, tmp_path)
+    other = jobs(config(), ["weak"], [Shape(1, 1), Shape(1, 2)], 90, 1, 1, tmp_path)
+    with pytest.raises(UserError, match="another run file"):
+        runs.write(other, tmp_path)
+
+
+def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
+    training, exchange = jobs(config(), ["weak"], [Shape(1, 2)], 60, 1, 1, tmp_path)
+    assert not runs.is_done(training) and not runs.is_done(exchange)
+    for job in (training, exchange):
+        RunDir.for_config(job.config).create()
+    events = EventWriter(RunDir.for_config(training.config).events, print)
+    for number in range(1, 6):
+        seconds = {"data": 0.5, "forward": 1.0, "backward": 2.0, "exchange": number, "callbacks": 0.25}
+        events.append("train", 5 * number, steps=5, seconds=seconds)
+    events.append("run_finished", 25, reason="completed", steps=25, seconds=1.0)
+    row = {"nodes": 1, "ranks": 2, "bytes": 4096, "seconds": 1e-4, "ring": False}
+    (tmp_path / exchange.name / EXCHANGE_FILE).write_text(json.dumps({"rows": [row]}))
+    runs.run_here([training, exchange])
+    (timing,) = runs.timings([training, exchange])
+    expected = np.array([[3.0, 3.0, 0.5, 0.25], [3.0, 4.0, 0.5, 0.25]]) / 5  # two warm up, the last one evaluates
+    assert np.allclose(timing.parts, expected)
+    (sample,) = runs.samples([training, exchange])
+    assert (sample.shape, sample.bytes, sample.seconds) == (Shape(1, 2), 4096, 1e-4)
+
+
+def test_larger_shapes() -> None:
+    assert further(Shape(2, 4), True, None, 8) == [Shape(4, 4), Shape(8, 4), Shape(16, 4)]
+    assert further(Shape(1, 2), False, 8, 16) == [Shape(1, 4), Shape(1, 8)]
+    assert further(Shape(1, 2), False, None, 16) == []
+
+
+@pytest.mark.parametrize("words", ["", "1,x", "0,2", "-1"])
+def test_ranks_that_are_no_numbers(words: str) -> None:
+    with pytest.raises(UserError):
+        scaling_command.parse_ranks(words)
+
+
+@pytest.mark.parametrize("words", ["100", "0,2", "100,-1", "a,b", "1,2,3"])
+def test_links_that_are_none(words: str) -> None:
+    with pytest.raises(UserError):
+        scaling_command.parse_link(words)

@@ -1,0 +1,151 @@
+"""A checkpoint folder under attack: whatever is wrong is found before libhdf5 sees a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.group import Group
+
+SEED = int.from_bytes(os.urandom(4), "little")
+
+
+def state(value: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(int(value))
+    return {f"model/layer{index}/weight": rng.random((9, index + 1), dtype=np.float32) for index in range(20)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    store = CheckpointStore(folder)
+    for step in (1, 2):
+        store.save(state(step), step=step)
+    store.close()
+    return folder
+
+
+@pytest.fixture
+def store(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointStore]:
+    """A copy of them; libhdf5 must not be asked."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    monkeypatch.setattr(h5py, "File", None)
+    yield CheckpointStore(tmp_path / "checkpoints", group=Group("alone"))
+
+
+def resumes_from_1(store: CheckpointStore) -> None:
+    loaded = store.load()
+    assert loaded.step == 1 and [one.step for one in loaded.rejected] == [2]
+    for name, array in state(1).items():
+        np.testing.assert_array_equal(loaded.arrays[name], array)
+
+
+@pytest.mark.slow
+def test_a_thousand_flipped_bytes(store: CheckpointStore) -> None:
+    rng = random.Random(SEED)
+    paths = sorted(store.folder(2).iterdir())
+    originals = {path: path.read_bytes() for path in paths}
+    for number in range(1000):
+        path = paths[number % len(paths)]
+        data = bytearray(originals[path])
+        at = rng.randrange(len(data))
+        data[at] ^= rng.randrange(1, 256)
+        path.write_bytes(data)
+        with pytest.raises(DamagedCheckpoint):
+            store.load(2)
+        if number % 100 < 2:
+            resumes_from_1(store)
+        path.write_bytes(originals[path])
+    assert store.load().step == 2, f"seed {SEED}"
+
+
+def test_truncations(store: CheckpointStore) -> None:
+    rng = random.Random(SEED)
+    for path in sorted(store.folder(2).iterdir()):
+        original = path.read_bytes()
+        for _ in range(50):
+            path.write_bytes(original[: rng.randrange(len(original))])
+            with pytest.raises(DamagedCheckpoint):
+                store.load(2)
+        path.write_bytes(original + b"\0")
+        with pytest.raises(DamagedCheckpoint):
+            store.load(2)
+        path.write_bytes(original)
+    assert store.load().step == 2, f"seed {SEED}"
+
+
+def test_swapped_and_missing_files(store: CheckpointStore) -> None:
+    shard, manifest = "shard-00000-of-00001.h5", "manifest.json"
+    for name in (shard, manifest):
+        original = (store.folder(2) / name).read_bytes()
+        (store.folder(2) / name).write_bytes((store.folder(1) / name).read_bytes())
+        resumes_from_1(store)
+        (store.folder(2) / name).write_bytes(original)
+    os.unlink(store.folder(2) / shard)
+    resumes_from_1(store)
+    os.unlink(store.folder(2) / manifest)
+    assert store.steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "file", ["/etc/hostname", "../step-000000001/shard-00000-of-00001.h5", "../../secret", "/dev/zero"]
+)
+def test_paths_that_lead_out_are_never_followed(store: CheckpointStore, tmp_path: Path, file: str) -> None:
+    (tmp_path / "secret").write_text("x")
+    forge(store, lambda manifest: manifest["shards"][0].update(file=file))
+    resumes_from_1(store)
+    assert (tmp_path / "secret").read_text() == "x"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2**40, 2**55, 2**80])
+def test_absurd_sizes_allocate_nothing(store: CheckpointStore, num_bytes: int) -> None:
+    forge(store, lambda manifest: manifest["shards"][0].update(bytes=num_bytes))
+    resumes_from_1(store)
+
+
+def test_linked_shards_are_not_followed(store: CheckpointStore, tmp_path: Path) -> None:
+    shard = store.folder(2) / "shard-00000-of-00001.h5"
+    shard.rename(tmp_path / "outside.h5")
+    shard.symlink_to(tmp_path / "outside.h5")
+    resumes_from_1(store)
+
+
+def test_verify_says_the_same(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert verify(store, 1).problems == ()
+    shard = store.folder(2) / "shard-00000-of-00001.h5"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    monkeypatch.setattr(h5py, "File", None)
+    assert "does not match" in verify(store, 2).problems[0]
+
+
+def test_verify_compares_the_names_in_hdf5(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest forged to call a tensor by another name has right checksums; plain HDF5 readers would differ."""
+    monkeypatch.undo()
+    forge(store, lambda manifest: manifest["shards"][0]["tensors"][0].update(name="model/other"))
+    assert "model/other" in verify(store, 2).problems[0]
+
+
+def forge(store: CheckpointStore, change: Any) -> None:
+    """Changes the manifest of step 2 and gives it a right checksum."""
+    path = store.folder(2) / "manifest.json"
+    manifest = json.loads(path.read_bytes())["manifest"]
+    change(manifest)
+    body = json.dumps(manifest).encode()
+    path.write_bytes(b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body))

@@ -1,0 +1,246 @@
+"""Weights for other programs, and from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.checkpoint.exports import safetensors as ours
+from hpctrain.checkpoint.exports.weights import write_whole
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+from hpctrain.checkpoint.initial import converted, load_initial, match_names
+from hpctrain.checkpoint.saver import open_saver
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.cli import main
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.errors import UserError
+from hpctrain.rank import wiring
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.framework import Framework
+
+torch = pytest.importorskip("torch")
+STEPS = 2
+
+
+def trained(kind: str, folder: Path) -> tuple[Any, Framework, Config]:
+    """The digits task after a few steps: task, framework, config."""
+    config = Config(
+        name="digits",
+        task=f"hpctrain.tasks.{kind}_digits:task",
+        task_args={"data": str(folder / "digits")},
+        train=TrainConfig(steps=STEPS, global_batch=32, ema_decay=0.5),
+        reduce=ReduceConfig(kind="none"),
+    )
+    clock, world = IntervalClock(), alone()
+    problem = wiring.make_problem(config, world)
+    framework = wiring.make_framework(config, world, problem.task, clock)
+    trainer = wiring.make_trainer(config, world, problem, framework, clock, [])
+    with closing(trainer.data):
+        trainer.fit()
+    return problem.task, framework, config
+
+
+def saved(framework: Framework, config: Config, folder: Path) -> Path:
+    """A checkpoint of it, as a run makes it."""
+    import dataclasses
+
+    saver = open_saver(CheckpointStore(folder))
+    identity = json.loads(json.dumps({"config": dataclasses.asdict(config)}))
+    saver.begin(framework.state(), STEPS, {"identity": identity}, framework.synchronize)
+    path = saver.finish().path_or_raise()
+    saver.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Framework, Path]]:
+    """A torch run: its task, its framework, its checkpoint."""
+    folder = tmp_path_factory.mktemp("torch")
+    task, framework, config = trained("torch", folder)
+    with closing(framework):
+        yield task, framework, saved(framework, config, folder / "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def keras_digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Framework, Path]]:
+    """The same with Keras."""
+    pytest.importorskip("keras")
+    folder = tmp_path_factory.mktemp("keras")
+    task, framework, config = trained("tensorflow", folder)
+    with closing(framework):
+        yield task, framework, saved(framework, config, folder / "checkpoints")
+
+
+IMAGES = np.random.default_rng(0).random((5, 1, 8, 8), dtype=np.float32)
+
+
+def test_torch_state_dict_loads_in_stock_pytorch(digits: Any, tmp_path: Path) -> None:
+    from hpctrain.tasks.torch_digits import Network
+
+    task, _, path = digits
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.pt")]) == 0
+    network = Network()
+    network.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert torch.equal(network(torch.from_numpy(IMAGES)), task.model(torch.from_numpy(IMAGES)))
+
+
+class Tied(torch.nn.Module):
+    """Embedding and head share their weights, as in many language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+        self.head.weight = self.token.weight
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Path) -> None:
+    from tests.support.torch_tasks import make_framework
+
+    framework = make_framework(alone(), Tied, ema_decay=0.5)
+    average = next(tensor.tensor for tensor in framework.state() if tensor.name == "ema/token.weight")
+    average.zero_()
+    saver = open_saver(CheckpointStore(tmp_path))
+    saver.begin(framework.state(), 1, {"other_names": framework.other_names}, framework.synchronize)
+    saver.finish().path_or_raise()
+    saver.close()
+    more = ["--ema"] if averaged else []
+    assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.pt"), *more]) == 0
+    model = Tied()
+    model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert torch.equal(model.head.weight, average if averaged else framework.model.head.weight)
+
+
+def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
+    _, _, path = digits
+    for name, more in (("plain.pt", []), ("ema.pt", ["--ema"])):
+        assert main(["ckpt", "export", str(path), "-o", str(tmp_path / name), *more]) == 0
+    plain, average = (torch.load(tmp_path / name, weights_only=True) for name in ("plain.pt", "ema.pt"))
+    assert plain.keys() == average.keys()
+    assert not torch.equal(plain["conv1.weight"], average["conv1.weight"])
+
+
+def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    task, _, path = digits
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors")]) == 0
+    found, expected = library.load_file(tmp_path / "out.safetensors"), task.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) -> None:
+    from hpctrain.tasks.tensorflow_digits import network
+
+    task, _, path = keras_digits
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5")]) == 0
+    model = network()
+    model.load_weights(tmp_path / "out.weights.h5")
+    np.testing.assert_array_equal(model(IMAGES), task.model(IMAGES))
+
+
+def test_keras_weights_for_a_folder_that_is_not_there(
+    keras_digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, path = keras_digits
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "none" / "out.weights.h5")]) == 64
+    assert "out.weights.h5 cannot be written" in capsys.readouterr().err
+
+
+def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any, keras_digits: Any) -> None:
+    from hpctrain.tasks.torch_digits import Network
+
+    keras_arrays = CheckpointStore(keras_digits[2].parent).load().arrays
+    torch_arrays = CheckpointStore(digits[2].parent).load().arrays
+    state = {}
+    for name, array in keras_arrays.items():
+        if name.startswith("model/"):
+            layer, kind = name.removeprefix("model/").split("/")
+            axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[array.ndim]
+            full = f"{layer}.{'weight' if kind == 'kernel' else 'bias'}"
+            state[full] = torch.from_numpy(array.transpose(axes).copy())
+            assert tuple(state[full].shape) == torch_arrays[f"model/{full}"].shape
+    network = Network()
+    network.load_state_dict(state)
+    with torch.no_grad():
+        np.testing.assert_allclose(network(torch.from_numpy(IMAGES)), keras_digits[0].model(IMAGES), atol=1e-5)
+
+
+def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp_path: Path) -> None:
+    task, _, path = digits
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors")]) == 0
+    for source in (path, path.parent, tmp_path / "out.safetensors"):
+        new, framework, _ = trained("torch", tmp_path)
+        with closing(framework):
+            match = load_initial(str(source), framework)
+            assert set(match.taken) == set(task.model.state_dict()) and not match.missing + match.unexpected
+            expected = task.model.state_dict()["conv2.weight"]
+            assert torch.equal(new.model.conv2.weight, expected)
+            average = next(it for it in framework.state() if it.name == "ema/conv2.weight")
+            value = np.empty(average.shape, np.float32)
+            average.copy_into(value)
+            np.testing.assert_array_equal(value, expected.numpy())
+
+
+def test_initial_weights_that_do_not_match_are_listed() -> None:
+    match = match_names({"a": (1,), "b": (2,), "c": (3,)}, {"a": (1,), "b": (9,), "d": (4,)})
+    assert match.to_json() == {"taken": ["a"], "missing": ["c"], "unexpected": ["d"], "reshaped": ["b"]}
+
+
+def test_no_match_at_all_is_an_error(digits: Any, tmp_path: Path) -> None:
+    parts = ours.encode({"other": np.zeros(3, np.float32)}, {"other": "float32"}, {})
+    (tmp_path / "other.safetensors").write_bytes(b"".join(parts))
+    with pytest.raises(UserError, match="no weight of"):
+        load_initial(str(tmp_path / "other.safetensors"), digits[1])
+
+
+@given(st.floats(width=32, allow_nan=False))
+def test_conversion_to_bfloat16_rounds_as_torch_does(value: float) -> None:
+    array = np.array([value], np.float32)
+    expected = torch.from_numpy(array).to(torch.bfloat16)
+    assert converted(array, "float32", "bfloat16").view(np.int16)[0] == expected.view(torch.int16)[0]
+    assert (
+        converted(expected.view(torch.int16).numpy().view(np.uint16), "bfloat16", "float32")[0] == expected.float()[0]
+    )
+
+
+def test_safetensors_that_are_none(tmp_path: Path) -> None:
+    good = b"".join(ours.encode({"a": np.arange(6, dtype=np.float32)}, {"a": "float32"}, {}))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(good)
+    np.testing.assert_array_equal(ours.read(path)[0]["a"], np.arange(6))
+    header = int.from_bytes(good[:8], "little")
+    forged = [
+        b"",
+        good[:7],
+        good[: 8 + header],
+        (2**63).to_bytes(8, "little") + good[8:],
+        good.replace(b"[0,24]", b"[0,20]"),
+        good.replace(b"[0,24]", b"[0]   "),
+        good.replace(b'"F32"', b'"F99"'),
+        good.replace(b"[6]", b"[9]"),
+        os.urandom(200),
+    ]
+    for data in forged:
+        path.write_bytes(data)
+        with pytest.raises(DamagedCheckpoint):
+            ours.read(path)
+
+
+@pytest.mark.parametrize("place", ["none/weights.pt", "file/weights.pt", "folder"])
+def test_an_export_that_cannot_be_written_says_so(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_whole(tmp_path / place, [b"weights"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

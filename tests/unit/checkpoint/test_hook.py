@@ -1,0 +1,249 @@
+"""The hook on the loop, with a framework of a few lines of NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint import policy as policy_module
+from hpctrain.checkpoint import saver as saver_module
+from hpctrain.checkpoint.hook import CheckpointHook, best_steps
+from hpctrain.checkpoint.policy import policy_of
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import CheckpointConfig
+from hpctrain.data import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData
+from hpctrain.errors import NoRequeue, RunFailed, UserError
+from hpctrain.train.clock import IntervalClock, Phase
+from hpctrain.train.hooks import BaseHook, Hook, StopReason
+from hpctrain.train.loop import Trainer
+from hpctrain.train.plan import Plan
+from hpctrain.train.state import ArrayTensor, TrainState
+
+
+class Counter:
+    """A weight that counts steps, and a loss that it is told."""
+
+    name = "numpy"
+
+    def __init__(self, losses: Mapping[int, float] | None = None, spoiled_at: float = math.inf) -> None:
+        self.weight = np.zeros(3)
+        self.spoiled_at = spoiled_at
+        self.losses = losses or {}
+
+    def set_learning_rate(self, factor: float) -> None: ...
+
+    def step(self, micro_batches: Sequence[Any], global_samples: int) -> Any:
+        self.weight += 1
+        if self.weight[0] >= self.spoiled_at:
+            self.weight[1] = math.nan
+
+    def evaluate(self, batch: Any) -> dict[str, tuple[float, float]]:
+        return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
+
+    def state(self) -> list[ArrayTensor]:
+        return [ArrayTensor("model/weight", self.weight, is_trained=True)]
+
+    def load(self, arrays: Mapping[str, Any]) -> None:
+        self.weight[...] = arrays["model/weight"]
+
+    def synchronize(self) -> None: ...
+
+
+class Interrupt(BaseHook):
+    """Ends the run at a step, or does something there."""
+
+    def __init__(self, step: int, action: Any = lambda: StopReason.REQUESTED) -> None:
+        self.step = step
+        self.action = action
+
+    def after_step(self, trainer: Trainer, result: Any) -> StopReason | None:
+        return self.action() if trainer.state.step == self.step else None
+
+
+class Run:
+    """Attempts at a run in a folder."""
+
+    def __init__(self, folder: Path, seed: int = 0, **config: Any) -> None:
+        self.config = CheckpointConfig(**config)
+        self.folder = folder
+        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        self.identity: dict[str, Any] = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
+
+    def attempt(
+        self,
+        *hooks: Hook,
+        steps: int = 10,
+        losses: Mapping[int, float] | None = None,
+        fresh: bool = False,
+        fence: Any = lambda: None,
+        spoiled_at: float = math.inf,
+    ) -> Counter:
+        """Trains to the end or until a hook ends it."""
+        kept = Retention(self.config.keep_last, self.config.keep_every_steps)
+        self.store = CheckpointStore(self.folder, kept, fence=fence)
+        report = lambda event, step, **fields: self.events.append((event, step, fields))  # noqa: E731
+        hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, fresh)
+        framework, clock = Counter(losses, spoiled_at), IntervalClock()
+        data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
+        plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
+        validation = [{"x": np.zeros((1, 1))}]
+        trainer = Trainer(
+            alone(), framework, data, validation, lambda step: 1.0, plan, clock, [hook, *hooks], TrainState()
+        )  # type: ignore[arg-type]
+        with closing(hook), closing(data):
+            trainer.fit()
+        self.phases = clock.take()
+        return framework
+
+    def said(self, event: str) -> list[int]:
+        """Steps of the events of a kind."""
+        return [step for name, step, _ in self.events if name == event]
+
+
+def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_steps=3, mode="sync")
+    run.attempt(Interrupt(8))
+    assert run.said("checkpoint_saved") == [3, 6, 8]
+    assert run.phases[Phase.CHECKPOINT.name.lower()] > 0
+    assert run.attempt().weight[0] == 10
+    assert run.said("resumed") == [8] and run.said("checkpoint_saved")[3:] == [9, 10]
+    assert run.attempt().weight[0] == 10, "a finished run is loaded, and left alone"
+    assert run.said("checkpoint_saved")[5:] == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("steps", [7, 12])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, mode: str, steps: int) -> None:
+    """Neither at the end of the run nor when a checkpoint is due before; a new attempt would not help."""
+    run = Run(tmp_path, every_steps=4, mode=mode)
+    with pytest.raises(NoRequeue, match=r"checkpoint of step \d+ was not written: rank 0: model/weight is not finite"):
+        run.attempt(steps=steps, spoiled_at=7)
+    (failed,) = run.said("checkpoint_failed")
+    assert failed == 8 or (failed == steps and (mode == "async" or steps == 7))
+    assert run.store.steps() == [4]
+
+
+def test_saves_by_epochs(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_epochs=1, mode="sync")
+    run.attempt()
+    assert run.said("checkpoint_saved") == [4, 8, 10]
+
+
+def test_in_the_background_every_announced_one_is_sound(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_steps=1, keep_last=100)
+    run.attempt(steps=200)
+    said = run.said("checkpoint_saved")
+    assert said[-1] == 200 and run.store.steps() == said
+    assert all(run.store.load(step).arrays["model/weight"][0] == step for step in said)
+
+
+def test_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "FIRST_S", 0.0)
+    monkeypatch.setattr(policy_module, "LEAST_S", 1e9)
+    run = Run(tmp_path)
+    run.attempt()
+    assert len(run.said("checkpoint_saved")) == 2, "one to measure what it costs, and the end"
+
+
+def test_the_best_one_is_kept(tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 4.0, 3: 2.0, 4: 3.0, 5: 9.0, 6: 9.0, 7: float("nan")}
+    run = Run(tmp_path, interval="none", best_metric="loss", keep_last=1)
+    run.attempt(losses=losses, steps=7)
+    assert run.said("checkpoint_saved") == [1, 2, 3, 7]
+    assert run.store.steps() == [3, 7] and best_steps(run.store) == {3}
+    run.attempt(losses=losses | {8: 9.0, 9: 2.5}, steps=9)
+    assert run.said("checkpoint_saved")[4:] == [9], "2.5 is not better than 2.0, which the checkpoint remembers"
+    assert run.store.steps() == [3, 9]
+    with pytest.raises(UserError, match="'accuracy', which the task does not report"):
+        Run(tmp_path / "other", best_metric="accuracy").attempt(losses=losses)
+
+
+def test_another_metric_begins_with_no_best_value(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval="none", best_metric="loss")
+    run.attempt(losses={1: 2.0}, steps=1)
+    run.attempt(losses={2: 3.0}, steps=2)
+    assert run.said("checkpoint_saved") == [1, 2] and best_steps(run.store) == {1}
+    other = Run(tmp_path, interval="none", best_metric="loss", best_mode="max")
+    other.identity["config"]["checkpoint"] = {"best_mode": "max"}
+    other.attempt(losses={3: 1.0}, steps=3)
+    assert best_steps(other.store) == {3}, "1.0 is less than 2.0, but that was the best of another rule"
+
+
+def test_a_failed_save_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spare = saver_module.SPARE_BYTES
+    run = Run(tmp_path, every_steps=2, mode="sync")
+    fill = Interrupt(3, lambda: monkeypatch.setattr(saver_module, "SPARE_BYTES", 1 << 60))
+    free = Interrupt(7, lambda: monkeypatch.setattr(saver_module, "SPARE_BYTES", spare))
+    assert run.attempt(fill, free).weight[0] == 10
+    assert run.said("checkpoint_failed") == [4, 6] and run.said("checkpoint_saved") == [2, 8, 10]
+    assert "MiB are needed" in run.events[1][2]["error"]
+    assert "checkpoint of step 4 FAILED: rank 0: " in capsys.readouterr().out
+
+
+def test_a_last_save_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "SPARE_BYTES", 1 << 60)
+    run = Run(tmp_path, interval="none")
+    with pytest.raises(RunFailed, match="step 10 was not written"):
+        run.attempt()
+    assert run.said("checkpoint_failed") == [10]
+
+
+def test_a_replaced_attempt_ends(tmp_path: Path) -> None:
+    calls = []
+
+    def fence() -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise RunFailed("attempt 1 has been replaced by attempt 2", "nothing to do")
+
+    run = Run(tmp_path, every_steps=1, mode="sync")
+    with pytest.raises(RunFailed, match="replaced by attempt 2"):
+        run.attempt(fence=fence)
+    assert run.said("checkpoint_saved") == [1, 2] and run.store.steps() == [1, 2]
+
+
+def test_fresh_puts_the_old_ones_aside(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_steps=3, mode="sync")
+    run.attempt(Interrupt(8))
+    Run(tmp_path, seed=1, every_steps=5, mode="sync").attempt(fresh=True)
+    assert run.store.steps() == [5, 10]
+    assert len(list(tmp_path.glob("superseded-step-*"))) == 3
+
+
+def test_a_changed_run_file_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.attempt(Interrupt(8))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(UserError, match="seed was 0 and is 1"):
+        Run(tmp_path, seed=1).attempt()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
+    with closing(CheckpointStore(tmp_path)) as store:
+        store.save({"x": np.zeros(1)})
+    with pytest.raises(UserError, match="not of a training run"):
+        Run(tmp_path).attempt()
+
+
+def test_no_memory_for_a_snapshot_is_a_checkpoint_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Counter, num_bytes: int) -> Any:
+        raise MemoryError(f"{num_bytes} bytes")
+
+    monkeypatch.setattr(Counter, "staging", refuse, raising=False)
+    run = Run(tmp_path, every_steps=3, mode="sync")
+    with pytest.raises(RunFailed, match=r"the checkpoint of step 10 was not written: rank 0: \d+ bytes"):
+        run.attempt()
+    assert run.said("checkpoint_failed") == [3, 6, 9, 10]

@@ -1,0 +1,196 @@
+"""Manifests: nothing unexpected is accepted, even with a checksum that is right."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.checkpoint.format import manifest as module
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, Manifest, Piece, Shard, StoredPiece, TensorSpec
+from hpctrain.errors import UserError
+
+WEIGHT = TensorSpec("model/weight", (4, 2), "float32")
+STATE = TensorSpec("rng/state", (3,), "uint8", rank=1)
+GOOD = Manifest(
+    step=7,
+    ranks=2,
+    shards=(
+        Shard("shard-00000-of-00002.h5", 900, 1, (StoredPiece(Piece(WEIGHT, 0, 3), 800, 5),)),
+        Shard(
+            "shard-00001-of-00002.h5",
+            900,
+            2,
+            (StoredPiece(Piece(WEIGHT, 3, 1), 800, 6), StoredPiece(Piece(STATE, 0, 3), 864, 7)),
+        ),
+    ),
+    meta={"note": "ü", "nested": [1, 2.5, None]},
+)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of a manifest."""
+    texts = [
+        module.shard_text(
+            shard.file,
+            shard.num_bytes,
+            shard.crc32,
+            [module.piece_text(stored.piece, stored.offset) for stored in shard.pieces],
+            [stored.crc32 for stored in shard.pieces],
+        )
+        for shard in manifest.shards
+    ]
+    return module.encode(manifest.step, manifest.ranks, manifest.meta, texts)
+
+
+def forge(document: Any) -> bytes:
+    """A manifest with a right checksum around any document."""
+    body = json.dumps(document).encode()
+    return b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+
+
+def document() -> Any:
+    return json.loads(encode(GOOD))["manifest"]
+
+
+def test_what_is_encoded_is_parsed_back() -> None:
+    assert module.parse(encode(GOOD), "here") == GOOD
+
+
+def test_the_file_is_plain_json() -> None:
+    assert set(json.loads(encode(GOOD))) == {"sha256", "manifest"}
+
+
+@given(st.data())
+def test_any_changed_byte_is_found(data: st.DataObject) -> None:
+    good = encode(GOOD)
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamagedCheckpoint):
+        module.parse(bytes(bad), "here")
+
+
+@given(st.integers(0, len(encode(GOOD)) - 1))
+def test_any_truncation_is_found(length: int) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        module.parse(encode(GOOD)[:length], "here")
+
+
+def piece(shard: int = 0, index: int = 0) -> tuple[Any, ...]:
+    return ("shards", shard, "tensors", index)
+
+
+CRAFTED = [
+    (("shards", 0, "file"), "/etc/passwd"),
+    (("shards", 0, "file"), "../../shard-00000-of-00002.h5"),
+    (("shards", 0, "file"), "shard-00001-of-00002.h5"),
+    (("shards", 0, "bytes"), 10**30),
+    (("shards", 0, "bytes"), -1),
+    (("shards", 0, "bytes"), 900.0),
+    (("shards", 0, "bytes"), True),
+    (("shards", 0, "bytes"), 820),
+    (("shards", 0, "crc32"), "0x000001"),
+    ((*piece(), "name"), "../weight"),
+    ((*piece(), "name"), "/weight"),
+    ((*piece(), "name"), "a//b"),
+    ((*piece(), "name"), "a\nb"),
+    ((*piece(), "name"), "a" * 2000),
+    ((*piece(), "dtype"), "object"),
+    ((*piece(), "shape"), [2**62, 2**62]),
+    ((*piece(), "shape"), [1] * 40),
+    ((*piece(), "shape"), [-4, 2]),
+    ((*piece(), "shape"), "4"),
+    ((*piece(), "rows"), [0, 5]),
+    ((*piece(), "rows"), [0, 2]),
+    ((*piece(), "rows"), [1, 3]),
+    ((*piece(), "rows"), [3, 0]),
+    ((*piece(), "rows"), [0]),
+    ((*piece(), "offset"), 899),
+    ((*piece(), "offset"), -8),
+    ((*piece(1, 1), "offset"), 804),
+    ((*piece(1, 1), "rank"), 2),
+    ((*piece(1, 1), "rank"), -1),
+    (("step",), 10**20),
+    (("ranks",), 0),
+    (("version",), 0),
+    (("format",), "zip"),
+    (("shards",), {}),
+    (("meta",), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), CRAFTED)
+def test_crafted_values_are_refused(path: tuple[Any, ...], value: Any) -> None:
+    crafted = document()
+    at = crafted
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(DamagedCheckpoint):
+        module.parse(forge(crafted), "here")
+
+
+@pytest.mark.parametrize("key", ["format", "version", "step", "ranks", "meta", "shards"])
+def test_every_key_is_needed(key: str) -> None:
+    crafted = document()
+    del crafted[key]
+    with pytest.raises(DamagedCheckpoint, match=key):
+        module.parse(forge(crafted), "here")
+
+
+def test_missing_shard_and_repeated_tensor() -> None:
+    crafted = document()
+    del crafted["shards"][1]
+    with pytest.raises(DamagedCheckpoint):
+        module.parse(forge(crafted), "here")
+    crafted = document()
+    crafted["shards"][1]["tensors"].append(copy.deepcopy(crafted["shards"][1]["tensors"][1]))
+    with pytest.raises(DamagedCheckpoint):
+        module.parse(forge(crafted), "here")
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": 1, "a": 2}', b"NaN", b"\xff", b"1" * 5000])
+def test_json_that_is_none_or_dangerous(body: bytes) -> None:
+    framed = b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+    with pytest.raises(DamagedCheckpoint):
+        module.parse(framed, "here")
+
+
+def test_a_newer_version_is_the_users_to_solve() -> None:
+    crafted = document()
+    crafted["version"] = 99
+    with pytest.raises(UserError, match="version 99"):
+        module.parse(forge(crafted), "here")
+
+
+def test_another_steps_manifest(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(encode(GOOD))
+    assert module.read(tmp_path, 7) == GOOD
+    with pytest.raises(DamagedCheckpoint, match="another checkpoint"):
+        module.read(tmp_path, 8)
+
+
+def test_a_link_or_a_pipe_is_no_manifest(tmp_path: Path) -> None:
+    import os
+
+    (tmp_path / "real.json").write_bytes(encode(GOOD))
+    (tmp_path / "manifest.json").symlink_to("real.json")
+    with pytest.raises(DamagedCheckpoint):
+        module.read(tmp_path, 7)
+    (tmp_path / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(DamagedCheckpoint):
+        module.read(tmp_path, 7)
+
+
+@pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": object()}, {"a": {1, 2}}])
+def test_meta_must_be_json(meta: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="meta"):
+        encode(Manifest(1, 1, (), meta))

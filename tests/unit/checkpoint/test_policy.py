@@ -1,0 +1,81 @@
+"""When checkpoints are due, and which are kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.checkpoint.policy import FIRST_S, Cost, Policy, automatic_interval_s, daly_s, policy_of
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.config.sections import CheckpointConfig
+from hpctrain.errors import UserError
+
+
+def test_positions() -> None:
+    policy = Policy(every_steps=10, every_epochs=2)
+    assert policy.due_at(20, 1, at_epoch_end=False)
+    assert policy.due_at(33, 4, at_epoch_end=True)
+    assert not policy.due_at(33, 3, at_epoch_end=True)
+    assert not policy.due_at(33, 4, at_epoch_end=False)
+
+
+def test_the_clock_counts_only_where_asked() -> None:
+    assert Policy(every_steps=5).interval_s(None) == math.inf
+    assert Policy(every_s=120).interval_s(Cost(1, 1)) == 120
+    assert Policy(mtbf_s=3600).interval_s(None) == FIRST_S
+
+
+def test_automatic_only_where_nothing_else_is_given() -> None:
+    assert policy_of(CheckpointConfig()).mtbf_s == 24 * 3600
+    assert policy_of(CheckpointConfig(every_steps=5)).mtbf_s is None
+    assert policy_of(CheckpointConfig(interval="none")) == Policy()
+    assert policy_of(CheckpointConfig(every_minutes=2)).every_s == 120
+
+
+def test_daly_against_young() -> None:
+    """For cheap checkpoints Young's first-order interval, sqrt(2 C M)."""
+    assert daly_s(1, 1e6) == pytest.approx(math.sqrt(2e6), rel=2e-3)
+    assert daly_s(300, 100) == 100
+
+
+@given(st.floats(1e-3, 1e3), st.floats(60, 1e7))
+def test_daly_wastes_no_more_than_its_neighbours(stall_s: float, mtbf_s: float) -> None:
+    """Expected run time per useful second (Daly 2006, eq. 20, no restart cost) has its least near the interval."""
+
+    def waste(interval: float) -> float:
+        return math.expm1((interval + stall_s) / mtbf_s) * mtbf_s / interval
+
+    interval = daly_s(stall_s, mtbf_s)
+    if stall_s < mtbf_s / 10:
+        assert waste(interval) <= min(waste(interval * 1.3), waste(interval / 1.3)) * (1 + 1e-6)
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e4), st.floats(60, 1e7), st.floats(0.001, 0.5))
+def test_automatic_keeps_to_the_budget(stall_s: float, write_s: float, mtbf_s: float, budget: float) -> None:
+    interval = automatic_interval_s(Cost(stall_s, write_s), mtbf_s, budget)
+    assert stall_s <= budget * interval * (1 + 1e-9)
+    assert interval >= 2 * write_s
+
+
+@given(
+    st.sets(st.integers(0, 200), min_size=1),
+    st.sets(st.integers(0, 200), max_size=3),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 20),
+)
+def test_retention(steps: set[int], protected: set[int], last: int, every: int | None) -> None:
+    removed = Retention(last, every).removable(steps, protected)
+    kept = steps - set(removed)
+    assert set(removed) <= steps and removed == sorted(removed)
+    assert set(sorted(steps)[-last:]) <= kept
+    assert protected & steps <= kept
+    assert all(not every or step % every for step in removed)
+    assert not Retention().removable(steps, protected)
+
+
+def test_keeping_none_is_refused() -> None:
+    with pytest.raises(UserError):
+        Retention(last=0)

@@ -1,0 +1,90 @@
+"""Which changes of a run file a resumed run may have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.resume_compat import config_hash, differences, refuse_changes
+from hpctrain.config.sections import CheckpointConfig, Config, MonitorConfig, ScheduleConfig, TrackConfig, TrainConfig
+from hpctrain.errors import UserError
+
+BASE = Config(
+    name="run", task="m:t", train=TrainConfig(epochs=3, batch_per_rank=16), task_args={"lr": 0.1, "sizes": [1, 2]}
+)
+
+
+def identity(config: Config, ranks: int = 4, data: str = "abc") -> dict[str, Any]:
+    per_rank = config.train.batch_per_rank
+    batch = per_rank * ranks if per_rank else config.train.global_batch
+    return json.loads(json.dumps({"config": dataclasses.asdict(config), "global_batch": batch, "data": data}))
+
+
+def change(**sections: Any) -> Config:
+    return dataclasses.replace(BASE, **sections)
+
+
+HARMLESS = {
+    "name": change(name="other"),
+    "folder": change(run_dir="/elsewhere"),
+    "tracking": change(track=TrackConfig(every_steps=1, tensorboard=True)),
+    "monitor": change(monitor=MonitorConfig(enabled=False)),
+    "checkpoints": change(checkpoint=CheckpointConfig(every_steps=5, keep_last=9)),
+    "longer": change(train=TrainConfig(epochs=9, batch_per_rank=16)),
+    "evaluation": change(train=TrainConfig(epochs=3, batch_per_rank=16, eval_every_steps=7)),
+    "same batch, said otherwise": change(train=TrainConfig(epochs=3, global_batch=64)),
+}
+DECISIVE = {
+    "seed": change(seed=1),
+    "task": change(task="m:other"),
+    "task_args.lr": change(task_args={"lr": 0.2, "sizes": [1, 2]}),
+    "task_args.sizes": change(task_args={"lr": 0.1, "sizes": [1, 3]}),
+    "train.precision": change(train=TrainConfig(epochs=3, batch_per_rank=16, precision="bf16")),
+    "train.clip_norm": change(train=TrainConfig(epochs=3, batch_per_rank=16, clip_norm=1.0)),
+    "global batch": change(train=TrainConfig(epochs=3, batch_per_rank=8)),
+    "schedule.kind": change(schedule=ScheduleConfig(kind="cosine")),
+}
+
+
+@pytest.mark.parametrize("config", HARMLESS.values(), ids=HARMLESS)
+def test_harmless(config: Config) -> None:
+    refuse_changes(identity(BASE), identity(config), "here")
+    assert config_hash(identity(BASE)) == config_hash(identity(config))
+
+
+@pytest.mark.parametrize(("key", "config"), DECISIVE.items(), ids=DECISIVE)
+def test_decisive(key: str, config: Config) -> None:
+    assert key in [found for found, _, _ in differences(identity(BASE), identity(config))]
+    with pytest.raises(UserError, match=key):
+        refuse_changes(identity(BASE), identity(config), "here")
+    assert config_hash(identity(BASE)) != config_hash(identity(config))
+
+
+def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
+    here, job = change(task="wave.py:task"), change(task="/home/me/wave.py:task")
+    refuse_changes(identity(here), identity(job), "here")
+    for other in ("/home/me/other.py:task", "/home/me/wave.py:other", "wave:task"):
+        with pytest.raises(UserError, match="task was"):
+            refuse_changes(identity(here), identity(change(task=other)), "here")
+
+
+def test_other_data() -> None:
+    with pytest.raises(UserError, match="training data"):
+        refuse_changes(identity(BASE), identity(BASE, data="xyz"), "here")
+
+
+def test_length_matters_to_a_schedule_that_ends() -> None:
+    short = change(schedule=ScheduleConfig(kind="cosine"))
+    longer = dataclasses.replace(short, train=TrainConfig(epochs=9, batch_per_rank=16))
+    with pytest.raises(UserError, match=r"train\.epochs was 3 and is 9"):
+        refuse_changes(identity(short), identity(longer), "here")
+
+
+def test_another_number_of_ranks_with_a_batch_per_rank() -> None:
+    with pytest.raises(UserError) as caught:
+        refuse_changes(identity(BASE, ranks=4), identity(BASE, ranks=3), "here")
+    assert "was 64 and is 48" in caught.value.what
+    assert "run on 4 ranks" in caught.value.fix and "train.global_batch to 64" in caught.value.fix

@@ -1,0 +1,206 @@
+"""The store by itself: no trainer, no MPI."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.group import Group
+from hpctrain.errors import RunFailed, UserError
+
+DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    yield store
+    store.close()
+
+
+def arrays(seed: float = 0) -> dict[str, np.ndarray]:
+    return {"model/weight": np.full((40, 30), seed, np.float32), "model/bias": np.arange(5.0), "count": np.int64(7)}
+
+
+def test_save_and_load(store: CheckpointStore) -> None:
+    path = store.save(arrays(3), meta={"epoch": 2}, step=100, rank_arrays={"rng/state": np.arange(4, dtype=np.uint8)})
+    assert path == store.path / "step-000000100"
+    assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000-of-00001.h5"]
+    loaded = store.load()
+    assert (loaded.step, loaded.meta, loaded.ranks, loaded.rejected) == (100, {"epoch": 2}, 1, ())
+    assert set(loaded.arrays) == {*arrays(), "rng/state"}
+    for name, array in arrays(3).items():
+        np.testing.assert_array_equal(loaded.arrays[name], array)
+        assert loaded.arrays[name].dtype == array.dtype
+
+
+def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_steps_count_up_by_themselves(store: CheckpointStore) -> None:
+    for _ in range(3):
+        store.save(arrays())
+    assert store.steps() == [0, 1, 2]
+    assert store.load(1).step == 1
+
+
+def test_nothing_there(store: CheckpointStore) -> None:
+    assert store.steps() == []
+    with pytest.raises(UserError, match="no checkpoint"):
+        store.load()
+    store.save(arrays(), step=5)
+    with pytest.raises(UserError, match="step 4"):
+        store.load(4)
+
+
+def test_big_endian_strided_and_scalar_arrays(store: CheckpointStore) -> None:
+    store.save({"big": np.arange(4, dtype=">i4"), "strided": np.arange(12.0).reshape(3, 4).T, "scalar": 2.5})
+    loaded = store.load().arrays
+    assert loaded["big"].tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(loaded["strided"], np.arange(12.0).reshape(3, 4).T)
+    assert loaded["scalar"] == 2.5
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_reason(store: CheckpointStore) -> None:
+    store.save(arrays(1), step=1)
+    path = store.save(arrays(2), step=2) / "shard-00000-of-00001.h5"
+    path.write_bytes(path.read_bytes()[:-1])
+    loaded = store.load()
+    assert loaded.step == 1
+    assert [one.step for one in loaded.rejected] == [2] and "bytes in place of" in loaded.rejected[0].reason
+    with pytest.raises(DamagedCheckpoint, match="no sound checkpoint"):
+        store.load(2)
+
+
+def test_retention_removes_after_the_commit(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=Retention(last=2, every_steps=3))
+    for step in range(8):
+        store.save(arrays(), step=step)
+    assert store.steps() == [0, 3, 6, 7]
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:09d}" for step in (0, 3, 6, 7)]
+    store.close()
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
+    store.save(arrays(1), step=1)
+    store.save(arrays(2), step=1)
+    assert store.load().arrays["model/weight"][0, 0] == 2
+    assert os.listdir(store.path) == ["step-000000001"]
+
+
+def test_sweep_clears_leftovers_and_nothing_else(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(arrays(), step=1)
+    store.save(arrays(), step=2)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (store.path / ".partial-link").symlink_to(outside)
+    for name in (".partial-step-000000003-ab-1", ".trash-step-000000000-cd", "notes"):
+        (store.path / name).mkdir()
+        (store.path / name / "shard-00000-of-00001.h5").write_bytes(b"x")
+    os.rename(store.folder(2), store.path / ".replaced-step-000000002-ab")
+    store.sweep()
+    assert sorted(os.listdir(store.path)) == [".partial-link", "notes", "step-000000001", "step-000000002"]
+    assert (outside / "precious").exists()
+    assert store.load().step == 2
+
+
+def test_sweep_prefers_the_newer_of_two(store: CheckpointStore) -> None:
+    old = store.save(arrays(1), step=1)
+    os.rename(old, store.path / ".replaced-step-000000001-ab")
+    store.save(arrays(2), step=1)
+    store.sweep()
+    assert store.load().arrays["model/weight"][0, 0] == 2
+    assert os.listdir(store.path) == ["step-000000001"]
+
+
+def test_a_fenced_process_neither_commits_nor_removes(tmp_path: Path) -> None:
+    fenced = False
+
+    def fence() -> None:
+        if fenced:
+            raise RunFailed("attempt 1 has been replaced by attempt 2", "nothing to do")
+
+    store = CheckpointStore(tmp_path, keep=Retention(last=1), fence=fence)
+    store.save(arrays(), step=1)
+    fenced = True
+    with pytest.raises(RunFailed, match="replaced by attempt 2"):
+        store.save(arrays(), step=2)
+    with pytest.raises(RunFailed, match="replaced by attempt 2"):
+        store.remove(1)
+    assert os.listdir(tmp_path) == ["step-000000001"]
+    store.close()
+
+
+def test_a_swept_writer_cannot_commit(tmp_path: Path) -> None:
+    """An older attempt's process passed the fence, slept, and wakes after the newer attempt has swept."""
+    newer = CheckpointStore(tmp_path)
+
+    def sleep_here() -> None:
+        newer.sweep()
+
+    older = CheckpointStore(tmp_path, fence=sleep_here)
+    with pytest.raises(RunFailed):
+        older.save(arrays(), step=1)
+    assert newer.steps() == [] and os.listdir(tmp_path) == []
+    older.close()
+
+
+def test_too_little_space_is_said_before_writing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(arrays(), step=1)
+    from hpctrain.checkpoint import saver
+
+    monkeypatch.setattr(saver, "SPARE_BYTES", 1 << 60)
+    with pytest.raises(RunFailed, match="MiB are needed"):
+        store.save(arrays(), step=2)
+    assert os.listdir(store.path) == ["step-000000001"]
+
+
+def test_a_failed_save_leaves_the_store_usable(store: CheckpointStore) -> None:
+    store.save(arrays(), step=1)
+    blocker = store.partial(2, f"{store.saver.token}-{store.saver.count + 1}")
+    blocker.write_text("a file where the folder should be")
+    with pytest.raises(RunFailed, match="not written"):
+        store.save(arrays(), step=2)
+    blocker.unlink()
+    store.save(arrays(), step=2)
+    assert sorted(os.listdir(store.path)) == ["step-000000001", "step-000000002"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_the_other_rank_has_written_already_is_not_asked_for_again(
+    rank: int, fits: bool, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = 1 << 20  # bytes of each of two ranks; there is room for little more, and the other one was first
+    room = 2 * share + SPARE_BYTES + (1 << 16) - (0 if fits else 2 * share)
+    group = Group("one of two")
+    group.rank, group.size = rank, 2
+    saver = Saver(store, group, [0, 1], "token")
+    partial = store.partial(3, "token-1")
+    store.prepare_folder(partial)
+    (partial / f"shard-{1 - rank:05d}-of-00002.h5").write_bytes(bytes(share))
+    free = os.statvfs(store.path)
+    left = (room - share) // free.f_frsize
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=left, f_frsize=free.f_frsize))
+    saver.begin(array_tensors({"model/weight": np.zeros((2, share // 4), np.float32)}, {}), 3, {})
+    assert saver.job is not None
+    error = saver.job.future.exception()
+    saver.close()
+    assert (error is None) is fits, error

@@ -1,0 +1,135 @@
+"""Run files: what they accept, what they refuse, and what they say then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.config.loading import dump, load
+from hpctrain.config.reference import reference
+from hpctrain.config.sections import Config, TrainConfig
+from hpctrain.errors import ExitCode, UserError
+
+MINIMAL = "name: a\ntask: pkg.mod:make\ntrain: {epochs: 3, global_batch: 64}\n"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refused(path: Path, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    assert caught.value.exit_code == ExitCode.USER_ERROR
+    return caught.value
+
+
+def test_defaults_and_overrides(run_file: Path) -> None:
+    words = ["--train.epochs", "7", "--reduce.overlap=off", "--task_args.lr", "1e-3", "--train.early_stop.patience=9"]
+    config = load(run_file, words)
+    assert config.train.epochs == 7
+    assert config.train.global_batch == 64
+    assert config.reduce.overlap == "off"
+    assert config.task_args == {"lr": 1e-3}
+    assert config.train.early_stop.patience == 9
+
+
+def test_scalars_are_read_as_yaml_1_2(run_file: Path) -> None:
+    run_file.write_text(
+        MINIMAL + "reduce: {overlap: off}\nlaunch: {slurm: {time: 01:30:00}}\n"
+        'task_args: {lr: 1e-3, a: "017", b: 017, c: yes, d: 0x1F, e: .5, f: , g: [1, true]}\n'
+    )
+    config = load(run_file)
+    assert config.reduce.overlap == "off"
+    assert config.launch.slurm.time == "01:30:00"
+    expected = {"lr": 1e-3, "a": "017", "b": "017", "c": "yes", "d": 31, "e": 0.5, "f": None, "g": [1, True]}
+    assert config.task_args == expected
+
+
+@pytest.mark.parametrize("text", ["null", "~", "Null", "NULL"])
+def test_quoted_text_is_text(run_file: Path, text: str) -> None:
+    run_file.write_text(MINIMAL + f'run_dir: "{text}"\nlaunch: {{slurm: {{qos: "{text}", account: {text}}}}}\n')
+    config = load(run_file)
+    assert (config.run_dir, config.launch.slurm.qos, config.launch.slurm.account) == (text, text, None)
+    run_file.write_text(dump(config))
+    assert load(run_file) == config
+    assert load(run_file, ["--run_dir", "null"]).run_dir is None, "an option wins"
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        ("data: {globl: 3}", "run.yaml:4: unknown key 'data.globl'", "configuration.md"),
+        ("reduce: {compresion: fp16}", "run.yaml:4: unknown key 'reduce.compresion'", "reduce.compression"),
+        ("sed: 3", "unknown key 'sed'", "seed"),
+        ("data: {drop_last: 3}", "run.yaml:4: data.drop_last cannot be '3'", "true or false"),
+        ("reduce: {kind: foo}", "run.yaml:4: reduce.kind cannot be 'foo'", "auto, horovod, mpi, none"),
+        ("schedule: 3", "run.yaml:4: schedule cannot be '3'", "mapping"),
+        ("seed: -1", "run.yaml:4: seed is -1", "0 or more"),
+        ("seed: 18446744073709551616", "run.yaml:4: seed is 18446744073709551616", "18446744073709551615 or less"),
+        ("schedule: {warmup_epochs: .nan}", "run.yaml:4: schedule.warmup_epochs is nan", "0 or more"),
+        ("schedule: {warmup_epochs: .inf}", "run.yaml:4: schedule.warmup_epochs is inf", "1000000 or less"),
+        ("checkpoint: {every_minutes: .nan}", "run.yaml:4: checkpoint.every_minutes is nan", "above 0"),
+        ("checkpoint:\n  keep_last: 0", "run.yaml:5: checkpoint.keep_last is 0", "1 or more"),
+        ("train: {epochs: 4}", "'train' stands in line 3 already", "one of the two"),
+        ("data: [", "run.yaml:5 is not YAML", "indentation"),
+        ("launch: {command: [ls]}", "task and launch.command are both given", "launch.command"),
+    ],
+)
+def test_wrong_files_name_line_key_and_cure(run_file: Path, line: str, what: str, fix: str) -> None:
+    run_file.write_text(MINIMAL + line + "\n")
+    error = refused(run_file)
+    assert what in error.what
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["--train.epoch", "3"], "unknown option --train.epoch", "--train.epochs"),
+        (["--epochs", "3"], "unknown option --epochs", "--train.epochs"),
+        (["--train.epochs", "x"], "train.epochs cannot be 'x'", "integer"),
+        (["--train.epochs"], "train.epochs needs a value", "integer"),
+        (["--task_args.optimizer.lr", "5"], "--task_args.optimizer.lr names a part", "--task_args.optimizer '{...}'"),
+        (["--train.steps", "5"], "train.epochs and train.steps are both given", "exactly one"),
+        (["--train.global_batch", "0"], "train.global_batch is 0", "1 or more"),
+    ],
+)
+def test_wrong_overrides(run_file: Path, words: list[str], what: str, fix: str) -> None:
+    error = refused(run_file, *words)
+    assert what in error.what
+    assert fix in error.fix
+    assert "run.yaml:" not in error.what or "--train.steps" in words, "an override has no line in the file"
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "none.yaml").what
+
+
+def test_nothing_is_constructed_from_yaml_tags(run_file: Path) -> None:
+    run_file.write_text(MINIMAL + "task_args: {x: !!python/object/apply:os.getcwd []}\n")
+    refused(run_file)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
+@given(st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars, max_size=3), max_size=4))
+def test_dump_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, task_args: dict[str, object]) -> None:
+    config = Config(name="a", task="m:f", train=TrainConfig(steps=3, batch_per_rank=2), task_args=task_args)
+    path = tmp_path_factory.mktemp("dump") / "run.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path) == config
+
+
+def test_the_reference_page_is_in_step() -> None:
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert reference() in page.read_text(encoding="utf-8"), "python -m hpctrain.config.reference prints the table"

@@ -1,0 +1,396 @@
+"""Packing: what goes in comes out, the file appears whole or not at all, and bad sources end in one sentence."""
+
+import csv
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.data import Field, open_dataset
+from hpctrain.data.packing import Source, from_dataset, write_hdf5
+from hpctrain.data.packing import source as source_module
+from hpctrain.errors import UserError
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(300, 4, 3)).astype(np.float32)
+Y = np.arange(300)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that all sources come in several blocks."""
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr("hpctrain.data.packing.table.BLOCK_ROWS", 64)
+    monkeypatch.setattr("hpctrain.data.packing.parquet.BLOCK_ROWS", 64)
+    monkeypatch.chdir(tmp_path)
+
+
+def pack(*words: object) -> None:
+    assert main(["data", "pack", *map(str, words)]) == 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What is said, after checking that nothing was left."""
+    before = sorted(Path().rglob("*"))
+    assert main(["data", "pack", *map(str, words)]) == 64
+    assert sorted(Path().rglob("*")) == before
+    return capsys.readouterr().err
+
+
+def read(path: str) -> dict[str, np.ndarray]:
+    dataset = open_dataset(path)
+    return dataset.read(np.arange(len(dataset)))
+
+
+def layouts(path: str) -> set[str]:
+    return {reader.layout for reader in open_dataset(path).readers.values()}  # type: ignore[attr-defined]
+
+
+class TestNumpy:
+    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+    def test_archives(self, save) -> None:  # type: ignore[no-untyped-def]
+        save("a.npz", x=X, y=Y.astype(">i4"), fortran=np.asfortranarray(X), scalar=3)
+        pack("a.npz", "-o", "a.h5", "--field", "x", "--field", "y", "--field", "fortran")
+        samples = read("a.h5")
+        assert list(samples) == ["x", "y", "fortran"]
+        assert np.array_equal(samples["x"], X) and np.array_equal(samples["fortran"], X)
+        assert np.array_equal(samples["y"], Y) and samples["y"].dtype == np.int32
+        assert layouts("a.h5") == {"contiguous"}
+
+    def test_archives_one_after_the_other(self) -> None:
+        np.savez("a.npz", x=X[:10], y=Y[:10])
+        np.savez("b.npz", x=X[10:], y=Y[10:])
+        pack("a.npz", "b.npz", "-o", "c.h5")
+        assert np.array_equal(read("c.h5")["x"], X) and np.array_equal(read("c.h5")["y"], Y)
+
+    def test_single_arrays_are_named_as_their_files(self) -> None:
+        np.save("image.npy", X)
+        np.save("label.npy", Y)
+        pack("image.npy", "label.npy", "-o", "a.h5")
+        assert list(read("a.h5")) == ["image", "label"]
+        assert np.array_equal(read("a.h5")["image"], X)
+
+    def test_objects_are_not_unpickled(self, capsys: pytest.CaptureFixture[str]) -> None:
+        class Bomb:
+            def __reduce__(self) -> tuple[object, ...]:
+                return Path("exploded").touch, ()
+
+        np.savez("a.npz", x=np.array([Bomb()], dtype=object))
+        assert "'x' has dtype object" in refused(capsys, "a.npz", "-o", "a.h5")
+        assert not Path("exploded").exists()
+
+    def test_damage(self, capsys: pytest.CaptureFixture[str]) -> None:
+        np.save("a.npy", X)
+        Path("a.npy").write_bytes(Path("a.npy").read_bytes()[:-100])
+        assert "is truncated" in refused(capsys, "a.npy", "-o", "a.h5")
+        np.savez("a.npz", x=X)
+        content = bytearray(Path("a.npz").read_bytes())
+        content[5000] ^= 1
+        Path("b.npz").write_bytes(content)
+        assert "is damaged" in refused(capsys, "b.npz", "-o", "a.h5")
+        Path("c.npz").write_bytes(content[:4000])
+        assert "not a .npz archive, or is truncated" in refused(capsys, "c.npz", "-o", "a.h5")
+        Path("d.npy").write_text("text")
+        assert "not a NumPy array" in refused(capsys, "d.npy", "-o", "a.h5")
+
+    def test_ragged(self, capsys: pytest.CaptureFixture[str]) -> None:
+        np.savez("a.npz", x=X, y=Y[1:])
+        assert "'x' 300, 'y' 299" in refused(capsys, "a.npz", "-o", "a.h5")
+
+
+class TestCsv:
+    @pytest.fixture(autouse=True)
+    def _table(self) -> None:
+        with open("a.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["id", "height", "age", "label"])
+            writer.writerows([y, y / 2, y % 90, y % 3] for y in Y.tolist())
+
+    def test_each_column_is_an_array(self) -> None:
+        pack("a.csv", "-o", "a.h5")
+        samples = read("a.h5")
+        assert list(samples) == ["id", "height", "age", "label"]
+        assert samples["height"].dtype == np.float64 and samples["age"].dtype == np.int64
+        assert np.array_equal(samples["height"], Y / 2)
+
+    def test_columns_make_arrays(self) -> None:
+        pack("a.csv", "-o", "a.h5", "--field", "y=label", "--field", "x=*", "--dtype", "float32", "--dtype", "y=uint8")
+        samples = read("a.h5")
+        assert list(samples) == ["y", "x"]
+        assert samples["x"].dtype == np.float32 and samples["y"].dtype == np.uint8
+        assert np.array_equal(samples["x"], np.stack([Y, Y / 2, Y % 90], axis=1).astype(np.float32))
+
+    def test_a_column_is_float_where_any_value_is(self) -> None:
+        Path("b.csv").write_text("a\n" + "1\n" * 200 + "2.5\n")
+        pack("b.csv", "-o", "b.h5")
+        assert read("b.h5")["a"].tolist() == [1.0] * 200 + [2.5]
+
+    @pytest.mark.parametrize("name", ["b.tsv", "b.TSV"])
+    def test_tabs(self, name: str) -> None:
+        Path(name).write_text("a\tb\n1\t2\n")
+        pack(name, "-o", "b.h5")
+        assert {name: values.tolist() for name, values in read("b.h5").items()} == {"a": [1], "b": [2]}
+
+    @pytest.mark.parametrize(
+        ("content", "what"),
+        [
+            ("a,b\n1,2\n3,\n", "line 3: '' in column 'b' is not a number"),
+            ("a,b\n1,2\n3\n", "line 3: 1 values under 2 column names"),
+            ("1,2\n3,4\n", "has no header line"),
+            ("a,a\n3,4\n", "two columns of the same name"),
+            ("a,b\n", "holds no rows"),
+            ("", "has no header line"),
+            ("größe\n1\n", "is not text in UTF-8: invalid start byte 0xf6"),
+            ("a\n1\ngröße\n", "is not text in UTF-8: invalid start byte 0xf6"),
+            ("a\n" + "1" * 200_000 + "\n", "is no CSV table: field larger than field limit"),
+        ],
+    )
+    def test_bad_tables(self, content: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("b.csv").write_text(content, encoding="latin1")
+        assert what in refused(capsys, "b.csv", "-o", "b.h5")
+
+    def test_values_must_fit_their_dtype(self, capsys: pytest.CaptureFixture[str]) -> None:
+        said = refused(capsys, "a.csv", "-o", "a.h5", "--dtype", "id=uint8")
+        assert "'id' of sample 256 holds 256, which uint8 cannot hold" in said
+        assert "'height' of sample 1 holds 0.5" in refused(capsys, "a.csv", "-o", "a.h5", "--dtype", "height=int32")
+
+    def test_unknown_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "no column 'weight'" in refused(capsys, "a.csv", "-o", "a.h5", "--field", "x=weight")
+
+
+class TestImages:
+    @pytest.fixture(autouse=True)
+    def _pillow(self) -> None:
+        pytest.importorskip("PIL")
+
+    def save(self, path: str, pixels: np.ndarray) -> None:
+        from PIL import Image
+
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+
+    def test_a_folder_for_each_class(self) -> None:
+        pixels = RNG.integers(0, 256, (12, 16, 24, 3), dtype=np.uint8)
+        for number, image in enumerate(pixels):
+            self.save(f"images/{'dog' if number < 6 else 'cat'}/{number:02}.png", image)
+        Path("images/cat/notes.txt").write_text("not an image")
+        pack("images", "-o", "a.h5")
+        samples = read("a.h5")
+        assert np.array_equal(samples["image"], np.concatenate([pixels[6:], pixels[:6]]))
+        assert samples["label"].tolist() == [0] * 6 + [1] * 6
+        with h5py.File("a.h5") as file:
+            assert json.loads(file.attrs["hpctrain"]) == {"classes": ["cat", "dog"]}
+
+    def test_a_flat_folder_scaled(self) -> None:
+        for size in (8, 9):
+            self.save(f"images/{size}.png", np.full((size, size), 7, np.uint8))
+        pack("images", "-o", "a.h5", "--size", "4x6")
+        assert read("a.h5")["image"].shape == (2, 4, 6, 1)
+        assert (read("a.h5")["image"] == 7).all()
+
+    def test_bad_folders(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("images").mkdir()
+        assert "holds no images" in refused(capsys, "images", "-o", "a.h5")
+        self.save("images/a.png", np.zeros((8, 8), np.uint8))
+        self.save("images/b.png", np.zeros((8, 9), np.uint8))
+        assert "images/b.png is 8x9 pixels but the first image is 8x8" in refused(capsys, "images", "-o", "a.h5")
+        self.save("images/b.png", RNG.integers(0, 256, (8, 8), dtype=np.uint8))
+        Path("images/b.png").write_bytes(Path("images/b.png").read_bytes()[:70])
+        assert "images/b.png is not an image, or is damaged" in refused(capsys, "images", "-o", "a.h5")
+
+
+class TestParquet:
+    @pytest.fixture(autouse=True)
+    def _pyarrow(self) -> None:
+        pytest.importorskip("pyarrow")
+
+    def save(self, **columns: object) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table(columns), "a.parquet")
+
+    def test_numbers_and_lists(self) -> None:
+        self.save(x=X.tolist(), y=Y, z=Y / 2, flag=Y % 2 == 0)
+        pack("a.parquet", "-o", "a.h5", "--dtype", "x=float32")
+        samples = read("a.h5")
+        assert np.array_equal(samples["x"], X) and np.array_equal(samples["y"], Y)
+        assert samples["flag"].dtype == np.bool_
+        pack("a.parquet", "-o", "b.h5", "--field", "both=y,z")
+        assert np.array_equal(read("b.h5")["both"], np.stack([Y, Y / 2], axis=1))
+
+    @pytest.mark.parametrize(
+        ("column", "what"),
+        [
+            ([1, None], "column 'x' has no value in row 1"),
+            ([[1], [1, 2]], "column 'x' has lists of 1 to 2 values"),
+            (["a", "b"], "'x' has dtype object"),
+        ],
+    )
+    def test_bad_columns(self, column: list[object], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.save(x=column)
+        assert what in refused(capsys, "a.parquet", "-o", "a.h5")
+
+    def test_damage(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("a.parquet").write_bytes(b"PAR1")
+        assert "not a Parquet file, or is damaged" in refused(capsys, "a.parquet", "-o", "a.h5")
+
+
+class TestWriting:
+    @pytest.mark.parametrize(
+        "options", [["--chunks", "7"], ["--compression", "gzip"], ["--compression", "lzf", "--chunks", "64"]]
+    )
+    def test_chunks_and_back(self, options: list[str]) -> None:
+        np.savez("a.npz", x=X, y=Y)
+        pack("a.npz", "-o", "a.h5", *options)
+        assert all(layout.startswith("chunks") for layout in layouts("a.h5"))
+        pack("a.h5", "-o", "b.h5")
+        assert layouts("b.h5") == {"contiguous"}
+        assert np.array_equal(read("b.h5")["x"], X)
+        assert open_dataset("a.h5").fingerprint() == open_dataset("b.h5").fingerprint()
+
+    @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64"])
+    def test_all_kinds_of_numbers(self, dtype: str) -> None:
+        values = (RNG.random((50, 3)) * 100).astype(dtype)
+        for options in ({}, {"chunk_samples": 4}):
+            write_hdf5("a.h5", from_dataset(open_dataset({"x": values})), overwrite=True, **options)
+            assert np.array_equal(read("a.h5")["x"], values) and read("a.h5")["x"].dtype == dtype
+
+    def test_the_same_input_makes_the_same_bytes(self) -> None:
+        np.savez("a.npz", x=X, y=Y)
+        pack("a.npz", "-o", "a.h5")
+        pack("a.npz", "-o", "b.h5")
+        assert Path("a.h5").read_bytes() == Path("b.h5").read_bytes()
+
+    def test_a_file_is_replaced_only_where_asked(self, capsys: pytest.CaptureFixture[str]) -> None:
+        np.savez("a.npz", x=X, y=Y)
+        Path("a.h5").write_text("precious")
+        assert "a.h5 exists" in refused(capsys, "a.npz", "-o", "a.h5")
+        assert Path("a.h5").read_text() == "precious"
+        pack("a.npz", "-o", "a.h5", "--force")
+        assert len(open_dataset("a.h5")) == 300
+
+    @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+    def test_a_failure_leaves_nothing(self, options: dict[str, str]) -> None:
+        def blocks() -> Iterator[dict[str, np.ndarray]]:
+            yield {"x": X[:10]}
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with pytest.raises(UserError, match="No space left on device"):
+            write_hdf5(Path("a.h5"), Source({"x": Field((4, 3), X.dtype)}, 300, blocks), **options)
+        assert list(Path().iterdir()) == []
+
+    def test_a_full_disk_is_told(self) -> None:
+        """A limit on the size of files stands for the end of the disk."""
+        import resource
+        import signal
+
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        big = open_dataset({"x": RNG.integers(0, 2**62, (1000, 1000))})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            for options in ({}, {"compression": "gzip"}):
+                with pytest.raises(UserError, match="cannot be written"):
+                    write_hdf5(Path("a.h5"), from_dataset(big), **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert list(Path().iterdir()) == []
+
+    def test_too_large_for_the_disk_is_told_before_work(self) -> None:
+        def blocks() -> Iterator[dict[str, np.ndarray]]:
+            raise AssertionError("the source was read")
+
+        with pytest.raises(UserError, match="GB free and the file needs"):
+            write_hdf5(Path("a.h5"), Source({"x": Field((10**9,), X.dtype)}, 10**9, blocks))
+
+    def test_a_source_that_gives_less_is_told(self) -> None:
+        with pytest.raises(UserError, match="gave 10 samples in place of 300"):
+            write_hdf5(Path("a.h5"), Source({"x": Field((4, 3), X.dtype)}, 300, lambda: iter([{"x": X[:10]}])))
+
+    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        np.savez("a.npz", x=X, y=Y)
+        pack("a.npz", "-o", "a.h5", "--json")
+        made = json.loads(capsys.readouterr().out)
+        assert made["samples"] == 300 and made["fields"][0] == {"name": "x", "dtype": "float32", "shape": [4, 3]}
+
+    @pytest.mark.parametrize(
+        ("words", "what"),
+        [
+            (["no.npz", "-o", "b.h5"], "no.npz does not exist"),
+            (["a.npz", "a.h5", "-o", "b.h5"], "several kinds"),
+            (["a.txt", "-o", "b.h5"], "says nothing"),
+            (["a.npz", "-o", "b.h5", "--size", "4x4"], "for images"),
+            (["a.npz", "-o", "b.h5", "--size", "big"], "not a size"),
+            (["a.npz", "-o", "b.h5", "--chunks", "0"], "at least 1"),
+            (["a.npz", "-o", "b.h5", "--dtype", "floaty"], "is no dtype"),
+            (["a.npz", "-o", "b.h5", "--dtype", "z=int8"], "there is no array 'z'"),
+            (["a.npz", "-o", "b.h5", "--dtype", "object"], "not a number"),
+            (["a.npz", "-o", "b.h5", "--field", "z=x,y"], "holds arrays"),
+            (["a.npz", "-o", "b.h5", "--field", "x="], "names no columns"),
+        ],
+    )
+    def test_bad_words(self, words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+        np.savez("a.npz", x=X, y=Y)
+        Path("a.txt").touch()
+        Path("a.h5").touch()
+        assert what in refused(capsys, *words)
+
+
+class TestInfo:
+    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        write_hdf5(Path("a.h5"), from_dataset(open_dataset({"x": X, "y": Y})))
+        assert main(["data", "info", "a.h5", "--json", "--seconds", "0.01"]) == 0
+        about = json.loads(capsys.readouterr().out)
+        assert about["samples"] == 300 and about["bytes_per_sample"] == 56 and about["hints"] == []
+        assert about["fields"][1] == {"name": "y", "dtype": "int64", "shape": [], "layout": "contiguous"}
+        assert about["fingerprint"] == open_dataset("a.h5").fingerprint()
+        assert about["random"]["samples_per_s"] > 0 and about["sequential"]["bytes_per_s"] > 0
+
+    def test_table(self, capsys: pytest.CaptureFixture[str]) -> None:
+        dataset = open_dataset({"x": X, "y": Y})
+        for name in ("a", "b"):
+            write_hdf5(Path(f"{name}.h5"), from_dataset(dataset), compression="gzip")
+        assert main(["data", "info", "*.h5", "--seconds", "0.01"]) == 0
+        shown = capsys.readouterr().out
+        for part in ("600 in 2 files, 56 bytes each", "4 x 3", "gzip", "hint: ", "samples/s"):
+            assert part in shown
+
+
+def test_complex_numbers_are_stored_as_real_ones_only_where_nothing_is_lost(tmp_path: Path) -> None:
+    real = {"z": np.dtype(np.float32)}
+    write_hdf5(tmp_path / "real.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 0j])})), real)
+    assert open_dataset(tmp_path / "real.h5").read(np.arange(2))["z"].tolist() == [1.0, 2.0]
+    with pytest.raises(UserError, match="'z' of sample 1 holds"):
+        write_hdf5(tmp_path / "complex.h5", from_dataset(open_dataset({"z": np.array([1 + 0j, 2 + 1j])})), real)
+
+
+def test_an_image_of_16_bits_is_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    Path("images").mkdir()
+    image.fromarray(np.full((8, 8), 4000, np.uint16)).save("images/a.png")
+    assert "images/a.png has values from 4000 to 4000" in refused(capsys, "images", "-o", "a.h5")
+    image.fromarray(np.full((8, 8), 40, np.uint16)).save("images/a.png")
+    pack("images", "-o", "a.h5")
+    assert (read("a.h5")["image"] == 40).all()
+
+
+@pytest.mark.parametrize("header", [",x", "x,.", "a,a/b", "/a,b"])
+def test_a_column_that_hdf5_cannot_name_is_refused(header: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.csv").write_text(f"{header}\n1,2\n")
+    assert "cannot be named" in refused(capsys, "a.csv", "-o", "a.h5")
+    Path("a.csv").write_text(",kg/m2\n1,2\n")
+    pack("a.csv", "-o", "a.h5", "--field", "x=kg/m2")
+
+
+@pytest.mark.parametrize("name", ["a.csv/b.h5", f"{'b' * 300}.h5"])
+def test_a_place_that_cannot_be_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.csv").write_text("x,y\n1,2\n")
+    assert "cannot be written" in refused(capsys, "a.csv", "-o", name)

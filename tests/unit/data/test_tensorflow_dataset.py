@@ -1,0 +1,41 @@
+"""tf.data pipelines as data."""
+
+import numpy as np
+import pytest
+
+from hpctrain.data import open_dataset
+from hpctrain.errors import UserError
+
+tf = pytest.importorskip("tensorflow")
+X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+Y = np.arange(20)
+
+
+def test_a_finite_pipeline_is_read_by_index() -> None:
+    dataset = open_dataset(tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}))
+    samples = dataset.read(np.array([7, 0]))
+    assert np.array_equal(samples["x"], X[[7, 0]]) and samples["y"].tolist() == [7, 0]
+    assert list(open_dataset(tf.data.Dataset.from_tensor_slices((X, Y)), ["image", "label"]).fields) == [
+        "image",
+        "label",
+    ]
+
+
+def test_endless_empty_and_uneven_pipelines_are_refused() -> None:
+    numbers = tf.data.Dataset.range(5)
+    for source, what in (
+        (numbers.repeat(), "endless"),
+        (numbers.take(0), "no samples"),
+        (numbers.batch(2), r"x int64\[1\] for sample 2"),
+        (tf.data.Dataset.from_tensor_slices(["a"]), "not a number"),
+    ):
+        with pytest.raises(UserError, match=what):
+            open_dataset(source)
+
+
+def test_a_pipeline_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain.data.formats import tensorflow_dataset
+
+    monkeypatch.setattr(tensorflow_dataset, "MEMORY_BYTES", 10)
+    with pytest.raises(UserError, match="every rank would hold"):
+        open_dataset(tf.data.Dataset.range(5))

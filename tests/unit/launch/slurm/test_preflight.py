@@ -1,0 +1,169 @@
+"""What the ranks' reports mean."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.launch.engines.slurm import probe
+from hpctrain.launch.engines.slurm.preflight import Expected, hosts_of_tasks, judge, reports
+from hpctrain.launch.engines.slurm.probe import MARK
+
+EXPECTED = Expected(nodes=2, ranks=4, gpus_per_node=2, cpus_per_rank=2)
+HOSTS = ["n1", "n2"]
+Reports = list[dict[str, Any]]
+
+
+def healthy() -> Reports:
+    """Two nodes, two ranks each, two GPUs each."""
+    first = [
+        {"stage": "host", "host": f"n{node}", "pid": rank, "time": 0.0, "cpus": "f", "devices": ["a", "b"],
+         "run_dir_error": None, "scratch_error": None, "scratch": "/tmp"}
+        for rank, node in enumerate((1, 1, 2, 2))
+    ]  # fmt: skip
+    joined = [
+        {"stage": "mpi", "host": f"n{node}", "pid": rank, "rank": rank, "size": 4, "local_rank": rank % 2,
+         "local_size": 2, "sum": 6, "after": 100.0, "library": "Open MPI v5"}
+        for rank, node in enumerate((1, 1, 2, 2))
+    ]  # fmt: skip
+    return [*first, *joined]
+
+
+def change(**fields: Any) -> Callable[[Reports], Reports]:
+    """A fault: the reports of rank 3, which runs on n2, say something else."""
+
+    def apply(found: Reports) -> Reports:
+        for report in found:
+            if report["pid"] == 3:
+                report.update({key: value for key, value in fields.items() if key in report})
+        return found
+
+    return apply
+
+
+def test_slurms_names_of_nodes_may_be_others_than_their_hosts() -> None:
+    found = [{**report, "node": {"n1": "gpu-1", "n2": "gpu-2"}[report["host"]]} for report in healthy()]
+    assert judge(found, EXPECTED, ["gpu-1", "gpu-2"]) == []
+
+
+def test_srun_keeps_a_report_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1024)))
+    monkeypatch.setattr(probe, "devices", lambda: [f"GPU-{number:036}" for number in range(8)])
+    monkeypatch.setattr(probe, "say", said.append)
+    monkeypatch.setattr("sys.argv", ["probe", "--run-dir", str(tmp_path)])
+    probe.main()
+    assert len(MARK + json.dumps(said[0])) < 1024, "slurmstepd cuts longer lines, and those of nodes mix"
+
+
+def test_a_healthy_job_has_no_problems() -> None:
+    assert judge(healthy(), EXPECTED, HOSTS) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "host", "what"),
+    [
+        (
+            change(scratch_error="/scratch: Read-only file system"),
+            "n2",
+            "scratch of n2 cannot be written: /scratch: Read-only",
+        ),
+        (change(run_dir_error="/runs: Permission denied"), "n2", "run folder cannot be written on n2"),
+        (change(sum=5), "n2", "wrong sum on n2"),
+        (change(local_rank=0), "n2", r"ranks \[2, 3\] on n2 all have local rank 0"),
+        (lambda found: [report for report in found if report["host"] == "n1"], "n2", "no rank on n2 answered"),
+        (lambda found: [r for r in found if not (r["stage"] == "mpi" and r["host"] == "n2")], "n2", "ranks hang on n2"),
+    ],
+)
+def test_a_broken_host_is_named(fault: Callable[[Reports], Reports], host: str, what: str) -> None:
+    problem = judge(fault(healthy()), EXPECTED, HOSTS)[0]
+    assert problem.host == host and problem.fatal
+    assert __import__("re").search(what, problem.what), problem.what
+
+
+def test_a_host_with_fewer_gpus_is_named() -> None:
+    found = healthy()
+    for report in found:
+        if report["host"] == "n2" and report["stage"] == "host":
+            report["devices"] = ["a"]
+    problem = judge(found, EXPECTED, HOSTS)[0]
+    assert (problem.host, problem.what) == ("n2", "n2 shows 1 of 2 GPUs")
+
+
+def test_private_devices_are_no_missing_ones() -> None:
+    found = healthy()
+    for report in found:
+        if report["stage"] == "host":
+            report["devices"] = ["0"]
+    assert judge(found, EXPECTED, HOSTS) == []
+
+
+def test_singletons_are_the_launchers_fault() -> None:
+    found = healthy()
+    for report in found:
+        report.update({"rank": 0, "size": 1, "local_rank": 0, "sum": 0} if report["stage"] == "mpi" else {})
+    problem = judge(found, EXPECTED, HOSTS)[0]
+    assert problem.launcher and "each believe to be alone" in problem.what and "launch.slurm.mpi" in problem.fix
+
+
+def test_a_launcher_that_starts_nothing() -> None:
+    problem = judge([], EXPECTED, HOSTS)[0]
+    assert problem.launcher and "0 of 4 ranks answered" in problem.what
+
+
+def test_mpi_that_starts_nowhere_may_be_the_launcher() -> None:
+    problem = judge([report for report in healthy() if report["stage"] == "host"], EXPECTED, HOSTS)[0]
+    assert problem.launcher
+
+
+def test_missing_mpi4py_is_not() -> None:
+    found = [
+        report if report["stage"] == "host" else {**report, "mpi_error": "mpi4py cannot be imported"}
+        for report in healthy()
+    ]
+    problem = judge(found, EXPECTED, HOSTS)[0]
+    assert not problem.launcher and "hpctrain[mpi]" in problem.fix
+
+
+def test_clocks_and_shared_cores_are_told_but_not_fatal() -> None:
+    found = change(after=190.0)(healthy())
+    for report in found:
+        if report["stage"] == "host" and report["host"] == "n1":
+            report["cpus"] = "1"
+    problems = judge(found, EXPECTED, HOSTS)
+    assert [problem.fatal for problem in problems] == [False, False]
+    assert {problem.host for problem in problems} == {"n1", "n2"}
+
+
+def test_fatal_problems_come_first() -> None:
+    found = change(after=190.0, scratch_error="x: full")(healthy())
+    assert [problem.fatal for problem in judge(found, EXPECTED, HOSTS)] == [True, False]
+
+
+def test_hosts_of_tasks() -> None:
+    found = healthy()
+    for report in found:
+        report["task"] = str(report["pid"])
+    assert hosts_of_tasks(found) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+    assert hosts_of_tasks(healthy()) == {}
+
+
+def test_judging_changes_nothing() -> None:
+    found = healthy()
+    before = copy.deepcopy(found)
+    judge(found, EXPECTED, HOSTS)
+    assert found == before
+
+
+def test_reports_are_found_among_other_output() -> None:
+    line = MARK + json.dumps({"stage": "host", "host": "n1"})
+    assert (
+        reports(["noise", f"[1] {line}", f"{line} trailing", MARK + "{torn", ""])
+        == [{"stage": "host", "host": "n1"}] * 2
+    )

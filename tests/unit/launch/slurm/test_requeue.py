@@ -1,0 +1,515 @@
+"""Who ends a job, what follows from that, and when it may be put back into the queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.commands import slurm_submit
+from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
+from hpctrain.errors import ExitCode, NoRequeue, RunFailed, UserError
+from hpctrain.launch.engines.slurm import allocation, client, requeue
+from hpctrain.launch.engines.slurm.allocation import skip_steps, unclean
+from hpctrain.launch.engines.slurm.job import Job
+from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
+from hpctrain.launch.engines.slurm.submission import Plan, Submitted, record, submissions, submit
+from hpctrain.launch.engines.slurm.supervise import (
+    LEAVE_S,
+    SIGNAL_S,
+    amend,
+    await_end,
+    by_person,
+    forget_dead_holder,
+    in_view_of,
+    limits,
+    make_launch,
+)
+from hpctrain.monitor.chief.exclude import Exclusion, exclude
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord, merge
+from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.verdict import NODE, PREFLIGHT, Action, Verdict, decide
+
+JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"JobState": "RUNNING", "Reason": "None", "PreemptTime": "None"}, Who.NOBODY),
+        (
+            {"JobState": "RUNNING", "StartTime": "2026-11-21T04:00:00", "PreemptTime": "2026-11-21T05:00:00"},
+            Who.PREEMPTION,
+        ),
+        ({"JobState": "RUNNING", "StartTime": "2026-11-21T05:10:00", "PreemptTime": "2026-11-21T05:00:00"}, Who.NOBODY),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, Who.LIMIT),
+        ({"JobState": "COMPLETING", "Reason": "NodeFail"}, Who.LIMIT),
+        ({"JobState": "COMPLETING", "Reason": "None"}, Who.PERSON),
+        ({"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "2026-11-21T05:00:00"}, Who.PERSON),
+        ({"JobState": "CANCELLED", "Reason": "None"}, Who.PERSON),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "2"}, Who.REQUEUE),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "1"}, Who.PERSON),
+        ({}, Who.NOBODY),
+    ],
+)
+def test_who_ends_a_job(fields: dict[str, str], expected: Who) -> None:
+    assert who_ends(fields, restarts=1) is expected
+
+
+@pytest.mark.parametrize(
+    ("number", "who", "expected"),
+    [("USR1", Who.PERSON, False), ("TERM", Who.PERSON, True), ("TERM", Who.NOBODY, True), ("TERM", Who.REQUEUE, False)],
+)
+def test_whose_wish_a_signal_tells(monkeypatch: pytest.MonkeyPatch, number: str, who: Who, expected: bool) -> None:
+    fields = {Who.PERSON: {"JobState": "CANCELLED"}, Who.REQUEUE: {"Restarts": "2"}}.get(who, {})
+    monkeypatch.setattr(client, "job_fields", lambda job: fields)
+    assert by_person(signal.Signals[f"SIG{number}"], JOB) is expected
+
+
+STOPPED = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by a request at step 9")
+KILLED = Verdict(
+    Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1, cause="killed"
+)
+
+
+UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error: n2: Killed", cause=PREFLIGHT)
+
+
+@pytest.mark.parametrize(
+    ("who", "verdict", "asked", "expected"),
+    [
+        (Who.REQUEUE, KILLED, None, Action.REQUEUE),
+        (Who.REQUEUE, Verdict(Action.DONE, ExitCode.DONE, "done"), None, Action.DONE),
+        (Who.REQUEUE, Verdict(Action.FAIL, ExitCode.USER_ERROR, "no such file"), None, Action.FAIL),
+        (Who.REQUEUE, UNSTARTED, None, Action.REQUEUE),
+        (Who.PREEMPTION, UNSTARTED, None, Action.REQUEUE),
+        (Who.LIMIT, UNSTARTED, None, Action.FAIL),
+        (Who.NOBODY, UNSTARTED, None, Action.FAIL),
+        (Who.REQUEUE, STOPPED, "ann@login", Action.STOP),
+        (Who.PREEMPTION, STOPPED, None, Action.REQUEUE),
+        (Who.PREEMPTION, STOPPED, "signal SIGTERM", Action.REQUEUE),
+        (Who.PREEMPTION, STOPPED, "ann@login", Action.STOP),
+        (Who.PREEMPTION, KILLED, None, Action.REQUEUE),
+        (Who.LIMIT, KILLED, None, Action.DO_NOT_REQUEUE),
+        (Who.NOBODY, STOPPED, None, Action.STOP),
+        (Who.PERSON, STOPPED, None, Action.STOP),
+    ],
+)
+def test_what_follows_depends_on_who_ends_the_job(
+    who: Who, verdict: Verdict, asked: str | None, expected: Action
+) -> None:
+    assert in_view_of(who, verdict, asked).action is expected
+
+
+@pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
+def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: Who) -> None:
+    final = in_view_of(who, KILLED, None)
+    assert final.exit_code is ExitCode.STOPPED and final.rank is None
+    assert KILLED.reason in final.reason
+
+
+@pytest.mark.parametrize("cause", [NODE, "killed", "vanished", "hang"])
+@pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
+def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who: Who, cause: str) -> None:
+    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", cause=cause)
+    final = in_view_of(who, lost, None)
+    assert unclean([{"job": "4", "verdict": final.to_json()}], "4") == 1
+    assert final.host == ("n2" if cause == NODE else None), "a host is named for what it did itself"
+
+
+def test_an_error_that_comes_again_is_final_though_slurm_preempts_the_job() -> None:
+    error = ErrorWord("the loss is not finite", "look at the data", "NoRequeue", "")
+    word = LastWord(0, "n1", 1, 1.0, 0.0, Ending.FAILED, 1.0, ExitCode.DO_NOT_REQUEUE, error=error)
+    verdict = decide([word], [], max_failures=3)
+    assert in_view_of(Who.PREEMPTION, verdict, None) is verdict and verdict.action is not Action.REQUEUE
+
+
+def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise RunFailed("scancel did not answer within 60 s", "try again")
+
+    monkeypatch.setattr(client, "cancel", silent)
+    requeue.take_out(["5"])
+
+
+def test_a_torn_line_hides_no_other_job(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record(run, Submitted("1", 1.0, "/"))
+    with open(tmp_path / "jobs.jsonl", "a") as file:
+        file.write('{"job": "2", "ti')
+    record(run, Submitted("3", 3.0, "/"))
+    assert [each.job for each in submissions(run)] == ["1", "3"]
+
+
+def attempts(*jobs: str) -> list[dict[str, Any]]:
+    return [{"job": job} for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "replaces", "expected"),
+    [
+        (["7"], {}, 0),
+        (["7", "7", "7"], {}, 2),
+        (["6", "6", "7"], {}, 0),
+        (["6", "6", "7"], {"7": "6"}, 2),
+        (["5", "6", "7", "7"], {"7": "6", "6": "5"}, 3),
+        ([], {}, 0),
+    ],
+)
+def test_requeues_of_a_submission(jobs: list[str], replaces: dict[str, str], expected: int) -> None:
+    known = [Submitted(job, 0.0, "/", replaces=replaces.get(job)) for job in dict.fromkeys(jobs)]
+    assert requeue.requeues(attempts(*jobs), known, "7") == expected
+
+
+def unwritable(folder: Path) -> RunDir:
+    """A run whose jobs cannot be recorded."""
+    run = RunDir(folder / "run")
+    run.create()
+    (run.path / "jobs.jsonl").mkdir()
+    return run
+
+
+def test_a_job_that_cannot_be_recorded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "submit", lambda script, options: "4711")
+    config = Config(name="r", launch=LaunchConfig(command=("true",)))
+    assert submit(Plan(config, unwritable(tmp_path), "")) == ["4711"]
+    said = capsys.readouterr().err
+    assert "job 4711 cannot be noted in" in said and "scancel 4711" in said
+
+
+def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = unwritable(tmp_path)
+    (run.path / "job.sbatch").touch()
+    exclude(run.monitor, Exclusion("n2", time.time() + 99, 1, "slow"), 0.0)
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    monkeypatch.setattr(client, "submit", lambda script, options: "4711")
+    monkeypatch.setattr(requeue, "submissions", lambda run: [])
+    config = Config(
+        name="r", launch=LaunchConfig(command=("true",)), monitor=MonitorConfig(action="exclude_on_requeue")
+    )
+    assert requeue.requeue(config, run, JOB) is False
+    assert "scancel 4711" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cluster", "removed"), [("here", True), ("elsewhere", False)])
+def test_only_the_lock_of_a_job_of_this_cluster_is_known_to_be_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, removed: bool
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = RunDir(tmp_path)
+    LiveLock(run, myself()).acquire()
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(client, "queue", lambda ids: [])  # Slurm does not know job 7 any more
+    forget_dead_holder(run)
+    assert run.lock_file.exists() is not removed
+
+
+def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sbatch(script: Path, options: Sequence[str]) -> str:
+        if len(submissions(run)) == 2:
+            raise RunFailed("sbatch refused: QOSMaxSubmitJobPerUserLimit", "ask the site")
+        return f"{len(submissions(run)) + 1}"
+
+    run = RunDir(tmp_path)
+    monkeypatch.setattr(client, "submit", sbatch)
+    with pytest.raises(RunFailed, match="UserLimit; before that job 1, 2 was submitted") as caught:
+        submit(Plan(Config(name="r", launch=LaunchConfig(command=("true",))), run, ""), chain=4)
+    assert "hpctrain cancel" in caught.value.fix
+
+
+def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(*_: object) -> None:
+        raise NoRequeue("as far as this", "")
+
+    monkeypatch.setattr(allocation, "prepare", prepare)
+    monkeypatch.setattr("hpctrain.launch.engines.slurm.supervise.submissions", lambda run: [])
+    with pytest.raises(NoRequeue, match="as far as this"):
+        make_launch(with_cap(1), unwritable(tmp_path), JOB, 1, False)
+    assert "job 7 cannot be noted in" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run_after(tmp_path: Path) -> Callable[[Sequence[Verdict | None]], RunDir]:
+    """``run_after(verdicts)`` is a run whose job 7 has ended with these; with None nobody wrote one."""
+
+    def make(verdicts: Sequence[Verdict | None]) -> RunDir:
+        run = RunDir(tmp_path / "run")
+        run.create()
+        record(run, Submitted("7", 0.0, "/"))
+        for verdict in verdicts:
+            number = run.begin_attempt(job="7")
+            if verdict is not None:
+                run.end_attempt(number, verdict=verdict.to_json())
+        return run
+
+    return make
+
+
+def with_cap(number: int) -> Config:
+    return Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(max_requeues=number)))
+
+
+STOP = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by signal SIGTERM")
+AGAIN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 died")
+
+
+@pytest.mark.parametrize("between", [STOP, AGAIN, None])
+def test_the_cap_holds_whoever_requeued_the_job_in_between(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch, between: Verdict | None
+) -> None:
+    requeued: list[str] = []
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(client, "requeue", requeued.append)
+    run = run_after([AGAIN, between, AGAIN])
+    with pytest.raises(NoRequeue, match="max_requeues 2 is used up"):
+        requeue.requeue(with_cap(2), run, JOB)
+    assert not requeued
+    assert requeue.requeue(with_cap(3), run, JOB)
+    assert requeued == ["7"]
+
+
+def test_a_cancelled_job_is_never_requeued(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": "None"})
+    with pytest.raises(requeue.Ended, match="cancelled"):
+        requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+
+
+def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\necho "$SLURM_RESTART_COUNT $SLURM_CONF" > {tmp_path}/told; echo 8\n')
+    sbatch.chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "3", "SLURM_CONF": "c"}.items():
+        monkeypatch.setenv(name, value)
+    assert client.submit(Path("job.sbatch")) == "8"
+    assert (tmp_path / "told").read_text().split() == ["c"]
+
+
+def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Verdict | None]], RunDir]) -> None:
+    run = run_after([AGAIN])
+    merge(run, 1, [], AGAIN.to_json())
+    amend(run, STOP)
+    assert run.attempts()[-1]["verdict"] == run.read_words(1)["verdict"] == STOP.to_json()
+
+
+def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/steps\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    skip_steps(3)
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert len(steps) == 3 and all("--mpi=none" in step and step.endswith(" true") for step in steps)
+
+
+LATE_SIGNAL = """
+import os, signal, sys
+from hpctrain.launch.engines.slurm import client, supervise
+from hpctrain.run.verdict import Action, Verdict
+verdict = Verdict(Action.REQUEUE, 70, "rank 1 died")
+supervise.supervise = lambda *_, **__: verdict
+client.job_fields = lambda job: {}
+supervise.follow = lambda *_: os.kill(os.getpid(), signal.SIGUSR1) or 70
+sys.exit(supervise.supervise_job(sys.argv[1]))
+"""
+
+
+def test_ranks_get_the_time_that_the_job_script_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, run = Config(name="r", launch=LaunchConfig(command=("sh",))), RunDir(tmp_path)
+    monkeypatch.setenv(SIGNAL_S, "300")
+    assert limits(config, run).stop_grace_s == 270
+    monkeypatch.delenv(SIGNAL_S)  # a script of the user's own
+    launch = LaunchConfig(command=("sh",), slurm=SlurmConfig(signal_s=200))
+    assert limits(dataclasses.replace(config, launch=launch), run).stop_grace_s == 180
+
+
+def test_the_signal_before_the_time_limit_does_not_end_a_requeue(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
+    words = [sys.executable, "-c", LATE_SIGNAL, str(tmp_path / "run.yaml")]
+    assert subprocess.run(words, env={**os.environ, **job}, timeout=60, check=False).returncode == 70
+
+
+def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
+    began = time.monotonic()
+    await_end(parent=-1)
+    assert time.monotonic() - began < LEAVE_S / 2
+
+
+@pytest.mark.parametrize(("said", "calls"), [("Unable to contact slurm controller", 3), ("Job is disabled", 1)])
+def test_a_controller_that_restarts_is_asked_again(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    calls: int,
+) -> None:
+    begin = f"#!/bin/bash\necho x >> {tmp_path}/calls\n"
+    scontrol = f"{begin}[ $(wc -l < {tmp_path}/calls) -ge 3 ] || {{ echo '{said}'; exit 1; }}\n"
+    (tmp_path / "scontrol").write_text(scontrol)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    monkeypatch.setattr(requeue, "PAUSES_S", (0.0, 0.0))
+    if calls == 3:
+        assert requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+    else:
+        with pytest.raises(RunFailed, match=said):
+            requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
+    assert (tmp_path / "calls").read_text().count("x") == calls
+
+
+def test_a_site_that_forbids_requeue(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    forbidden = Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(requeue=False)))
+    with pytest.raises(UserError, match="requeue is false"):
+        requeue.requeue(forbidden, run_after([AGAIN]), JOB)
+
+
+def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None:
+    past = [
+        {"job": "7", "verdict": AGAIN.to_json()},
+        {"job": "7", "verdict": STOP.to_json()},
+        {"job": "7"},
+        {"job": "6"},
+    ]
+    assert unclean(past, "7") == 2
+    assert unclean([], "7") == 0
+
+
+def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Slurm's programs are these lines of bash."""
+    for name, lines in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+BUSY = "case $* in *show*) echo 'JobState=RUNNING Restarts=1';; "
+
+
+def test_a_controller_under_load_is_asked_again(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
+    slurm_says(tmp_path, monkeypatch, scontrol=BUSY + once)
+    monkeypatch.setattr(requeue, "PAUSES_S", (0.0,))
+    assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB)
+
+
+def test_what_an_unanswered_question_did_is_not_asked_for_again(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def silent(job: str) -> None:
+        asked.append(job)
+        raise client.Unanswered("scontrol did not answer within 60 s", "")
+
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING", "Restarts": str(1 + len(asked))})
+    monkeypatch.setattr(client, "requeue", silent)
+    monkeypatch.setattr(requeue, "PAUSES_S", (0.0,))
+    assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB) and len(asked) == 1
+
+
+@pytest.mark.parametrize("refusal", ["Invalid node name specified", "Requested node configuration is not available"])
+def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
+    run_after: Callable[[Sequence[Verdict | None]], RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: str,
+) -> None:
+    run = run_after([AGAIN])
+    (run.path / "job.sbatch").touch()
+    exclude(run.monitor, Exclusion("n2.cluster.local", time.time() + 99, 1, "slow"), 0.0)
+    slurm_says(
+        tmp_path,
+        monkeypatch,
+        scontrol=BUSY + f"*) touch {tmp_path}/requeued;; esac",
+        sbatch=f"echo $* > {tmp_path}/options; echo {refusal} >&2; exit 1",
+    )
+    config = dataclasses.replace(with_cap(9), monitor=MonitorConfig(action="exclude_on_requeue"))
+    assert requeue.requeue(config, run, JOB) and (tmp_path / "requeued").exists()
+    assert "--exclude=n2 " in (tmp_path / "options").read_text()
+
+
+@pytest.mark.parametrize("who", [Who.NOBODY, Who.LIMIT, Who.REQUEUE])
+def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Path, who: Who) -> None:
+    run = RunDir(tmp_path)
+    run.request_stop("signal SIGUSR1")
+    run.request_stop("ann@login")
+    run.request_stop("signal SIGTERM")
+    verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
+    assert in_view_of(who, verdict, run.stop_requested_by()).action is Action.STOP
+
+
+@pytest.mark.parametrize("said", ["8", "8;cluster", "----\n Welcome to Stampede3\n--> Verifying...OK\n8"])
+def test_a_job_is_known_by_its_number_whatever_the_site_says_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    (tmp_path / "said").write_text(said)
+    slurm_says(tmp_path, monkeypatch, sbatch=f"cat {tmp_path}/said")
+    assert client.submit(Path("job.sbatch")) == "8"
+
+
+def test_lines_that_are_no_jobs_and_times_as_a_person_likes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "7|7|N/A|RUNNING|1:00|1:00|2:00|n1|2026-01-01T00:00:00|None"
+    slurm_says(tmp_path, monkeypatch, squeue=f"echo 'as of a minute ago'; echo '{line}'",
+               scontrol="echo StartTime=$SLURM_TIME_FORMAT WorkDir=$'/home/j\\xf6rg'")  # fmt: skip
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    assert [entry.id for entry in client.queue(["7"])] == ["7"]
+    assert client.job_fields("7")["StartTime"] == "standard"
+
+
+def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    for place, job in enumerate(("5", "6", "7")):
+        record(run, Submitted(job, 0.0, "/", place))
+    run.begin_attempt(job="5")
+    states = {"5": "COMPLETED", "6": "CANCELLED", "7": "CANCELLED"}
+    entries = {job: client.QueueEntry(job, state, "", "", "", "", "", "") for job, state in states.items()}
+    monkeypatch.setattr(client, "queue", lambda ids: [entries[job] for job in ids])
+    assert slurm_submit._wait(run) == ExitCode.DONE
+    record(run, Submitted("8", 0.0, "/"))  # cancelled before it ran
+    entries["8"] = dataclasses.replace(entries["7"], id="8")
+    assert slurm_submit._wait(run) == ExitCode.FAILURE
+
+
+def test_an_element_that_the_queue_has_forgotten_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = RunDir(tmp_path)
+    record(array, Submitted("7", 0.0, "/"))
+    for index in ("0", "1"):
+        element = RunDir(tmp_path / index)
+        element.create()
+        element.run_yaml.touch()
+        record(element, Submitted(f"7_{index}", 0.0, "/"))
+    entry = client.QueueEntry("7_1", "COMPLETED", "", "", "", "", "", "")
+    monkeypatch.setattr(client, "queue", lambda ids: [entry])
+    monkeypatch.setattr(
+        client, "accounted", lambda ids: [dataclasses.replace(entry, id=job, state="FAILED") for job in ids]
+    )
+    assert slurm_submit._wait(array) == ExitCode.FAILURE

@@ -1,0 +1,167 @@
+"""Stage-in: copies that are what their sources are, once, and paths that follow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config.sections import Config, LaunchConfig
+from hpctrain.errors import NoRequeue, UserError
+from hpctrain.launch.engines.slurm import allocation, stage
+from hpctrain.launch.engines.slurm.job import Job
+from hpctrain.rank.staged import STAGED, staged_args
+from hpctrain.run.folder import RunDir
+
+
+def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
+    """Stages and returns where things went."""
+    targets = {source: stage.target(folder, source) for source in sources}
+    stage.stage(folder, targets)
+    return targets
+
+
+def test_files_and_folders_are_copied(tmp_path: Path) -> None:
+    data = tmp_path / "my data"
+    (data / "deep").mkdir(parents=True)
+    (data / "deep" / "a.h5").write_bytes(os.urandom(100_000))
+    single = tmp_path / "b.h5"
+    single.write_bytes(b"x")
+    targets = staged(tmp_path / "scratch", data, single)
+    assert (targets[data] / "deep" / "a.h5").read_bytes() == (data / "deep" / "a.h5").read_bytes()
+    assert targets[single].read_bytes() == b"x"
+
+
+def test_sources_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.h5").write_text(name)
+    targets = staged(tmp_path / "scratch", tmp_path / "a" / "train.h5", tmp_path / "b" / "train.h5")
+    assert sorted(path.read_text() for path in targets.values()) == ["a", "b"]
+
+
+def test_a_copy_is_used_again_unless_the_source_has_changed(tmp_path: Path) -> None:
+    source = tmp_path / "a.h5"
+    source.write_text("old")
+    copy = staged(tmp_path / "scratch", source)[source]
+    first = copy.stat().st_ino
+    staged(tmp_path / "scratch", source)
+    assert copy.stat().st_ino == first
+    source.write_text("new")
+    os.utime(source, ns=(1, 1))
+    staged(tmp_path / "scratch", source)
+    assert copy.read_text() == "new"
+
+
+def test_a_torn_copy_is_made_again(tmp_path: Path) -> None:
+    source = tmp_path / "a.h5"
+    source.write_text("whole")
+    copy = staged(tmp_path / "scratch", source)[source]
+    copy.write_text("to")
+    staged(tmp_path / "scratch", source)
+    assert copy.read_text() == "whole"
+
+
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="stage_in names"):
+        staged(tmp_path / "scratch", tmp_path / "nothing.h5")
+
+
+def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.h5"
+    source.write_text("x")
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0})())
+    with pytest.raises(UserError, match=r"0\.0 GB free"):
+        staged(tmp_path / "scratch", source)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_what_is_staged_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o777)
+    staged(scratch)
+    assert scratch.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(scratch)
+    with pytest.raises(UserError, match=r"link on .* is not this user's own"):
+        staged(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: scratch.stat().st_uid + 1)
+    with pytest.raises(UserError, match=r"scratch on .* is not this user's own"):
+        staged(scratch)
+
+
+def test_paths_in_arguments_follow() -> None:
+    values = {"data": "/a/x.h5", "more": ["/a/x.h5", 3], "deep": {"y": "/a/y.h5"}}
+    environ = {STAGED: json.dumps({"/a/x.h5": "/s/x.h5"})}
+    assert staged_args(values, environ) == {"data": "/s/x.h5", "more": ["/s/x.h5", 3], "deep": {"y": "/a/y.h5"}}
+    assert staged_args(values, {}) == values
+
+
+def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> None:
+    prefix = tmp_path / "venv"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    (prefix / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    archive = tmp_path / "environment.tar"
+    stage.pack(prefix, archive)
+    first = archive.stat().st_ino
+    os.utime(archive)
+    stage.pack(prefix, archive)
+    assert archive.stat().st_ino == first
+    stage.unpack(archive, tmp_path / "node" / "environment")
+    assert (tmp_path / "node" / "environment" / "bin" / "python").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"this is no archive"])
+def test_an_environment_that_cannot_be_unpacked_is_explained(tmp_path: Path, content: bytes | None) -> None:
+    archive = tmp_path / "environment.tar"
+    if content is not None:
+        archive.write_bytes(content)
+    with pytest.raises(UserError, match=f"cannot stage {archive} on ") as caught:
+        stage.unpack(archive, tmp_path / "node" / "environment")
+    assert f"remove {archive}" in caught.value.fix
+
+
+def test_scratch_that_is_no_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "scratch").write_text("")
+    with pytest.raises(UserError, match="Not a directory") as caught:
+        staged(tmp_path / "scratch" / "job")
+    assert "launch.slurm.scratch" in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["lib/python3.11/site-packages", "conda-meta"])
+def test_an_environment_with_new_packages_is_packed_anew(tmp_path: Path, kind: str) -> None:
+    packages = tmp_path / "environment" / kind
+    packages.mkdir(parents=True)
+    os.utime(packages, (1, 1))
+    archive = tmp_path / "environment.tar"
+    stage.pack(tmp_path / "environment", archive)
+    first = archive.stat().st_ino
+    stage.pack(tmp_path / "environment", archive)
+    assert archive.stat().st_ino == first
+    os.utime(archive, (2, 2))
+    (packages / "new").mkdir()
+    stage.pack(tmp_path / "environment", archive)
+    assert archive.stat().st_mtime > 2
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("srun: error: n2: task 1: Killed", "srun: error: n2: task 1: Killed"),
+        ("hpctrain: no room on n2\n  fix: make some", "no room on n2"),
+        ("", "it ended with code 9"),
+    ],
+)
+def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str
+) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 9\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
+    with pytest.raises(NoRequeue, match="stage-in: ") as caught:
+        allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
+    assert caught.value.what == f"stage-in: {what}"

@@ -1,0 +1,143 @@
+"""Which mpirun, how many threads, what environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
+from hpctrain.errors import UserError
+from hpctrain.launch.engines.local import rank_environment
+from hpctrain.launch.mpi_library import (
+    Flavour,
+    MpiLibrary,
+    MpiRun,
+    find_mpirun,
+    flavour_of,
+    launcher_environment,
+    probe,
+    short,
+)
+from hpctrain.system.cores import cpu_quota, thread_environment, threads_per_rank
+
+
+@pytest.mark.parametrize(
+    ("text", "flavour"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI user@localhost", Flavour.OPEN_MPI_5),
+        ("Open MPI v4.1.4, package: Debian OpenMPI", Flavour.OPEN_MPI_4),
+        ("mpirun (Open MPI) 4.1.4", Flavour.OPEN_MPI_4),
+        ("mpirun (Open MPI) 5.0.11", Flavour.OPEN_MPI_5),
+        ("MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi", Flavour.HYDRA),
+        ("HYDRA build details:\n    Version: 5.0.2", Flavour.HYDRA),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS", Flavour.HYDRA),
+    ],
+)
+def test_families_of_mpi_are_known_by_what_they_say(text, flavour):
+    assert flavour_of(text) is flavour
+
+
+def test_an_mpi_that_does_not_load_is_said(monkeypatch):
+    def hangs(*words, timeout, **more):
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr("hpctrain.launch.mpi_library.subprocess.run", hangs)
+    with pytest.raises(UserError, match="not loaded within 120 s"):
+        probe()
+
+
+def test_no_ranks_are_none(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
+    assert main(["run", "-n", "0", str(tmp_path / "run.yaml")]) == 64
+    assert "start 1 rank or more" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_mpi_is_said():
+    with pytest.raises(UserError, match="unknown MPI library: Foo"):
+        flavour_of("Foo 1.0")
+
+
+def test_versions_are_shortened_for_people():
+    assert short("Open MPI v5.0.11, package: x, ident: 5") == "Open MPI v5.0.11"
+    assert short("MPICH Version:      5.0.2\nMPICH Device:       ch4:ofi\n") == "MPICH 5.0.2 (ch4:ofi)"
+
+
+def fake_mpirun(folder: Path, says: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "mpirun"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_mpirun_beside_the_library_is_taken_and_others_are_refused(tmp_path, monkeypatch):
+    other = fake_mpirun(tmp_path / "other", "mpirun (Open MPI) 4.1.4")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    library = MpiLibrary("MPICH 5.0.2", str(tmp_path / "mpich" / "lib" / "libmpi.so.12"), Flavour.HYDRA)
+    with pytest.raises(UserError, match=r"no mpirun for MPICH 5\.0\.2") as error:
+        find_mpirun(library)
+    assert other in error.value.what
+    own = fake_mpirun(tmp_path / "mpich" / "bin", "HYDRA build details:")
+    assert find_mpirun(library) == own
+
+
+def test_oversubscription_is_said_in_each_familys_words():
+    def words(flavour: Flavour, ranks: int) -> list[str]:
+        return MpiRun("mpirun", flavour).argv(ranks, {}, cores=2)
+
+    assert words(Flavour.OPEN_MPI_5, 2) == ["mpirun", "-n", "2", "--bind-to", "none", "--host", "localhost:2"]
+    assert words(Flavour.OPEN_MPI_5, 4)[-2:] == ["--map-by", "slot:OVERSUBSCRIBE"]
+    assert words(Flavour.OPEN_MPI_4, 4)[-1] == "--oversubscribe"
+    assert "OVERSUBSCRIBE" not in " ".join(words(Flavour.HYDRA, 4))
+
+
+def test_the_environment_travels_to_other_hosts_by_name():
+    env = {"B": "2", "A": "1 2"}
+    assert MpiRun("m", Flavour.OPEN_MPI_4).argv(2, env, 2, local=False)[-4:] == ["-x", "A", "-x", "B"]
+    assert MpiRun("m", Flavour.HYDRA).argv(2, env, 2, local=False)[-2:] == ["-genvlist", "A,B"]
+
+
+def test_what_the_user_has_set_stays():
+    assert "OMPI_MCA_mpi_yield_when_idle" in launcher_environment(Flavour.OPEN_MPI_5, True, {})
+    given = {"OMPI_MCA_mpi_yield_when_idle": "0"}
+    assert "OMPI_MCA_mpi_yield_when_idle" not in launcher_environment(Flavour.OPEN_MPI_5, True, given)
+    assert launcher_environment(Flavour.HYDRA, True, {}) == {}
+    assert launcher_environment(Flavour.OPEN_MPI_5, False, {})["OMPI_MCA_btl"] == "^ofi"
+    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, False, {"OMPI_MCA_btl": "tcp,self"})
+    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, False, {}, local=False)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(2, 1, 2), (2, 2, 1), (2, 4, 1), (8, 2, 3), (64, 4, 15), (4, 1, 3)]
+)
+def test_cores_are_shared_and_large_shares_leave_one_to_the_helpers(cores, ranks, threads):
+    assert threads_per_rank(cores, ranks) == threads
+
+
+def test_threads_that_the_user_has_set_stay():
+    assert "OMP_NUM_THREADS" not in thread_environment(3, {"OMP_NUM_THREADS": "7"})
+    assert thread_environment(3, {})["MKL_NUM_THREADS"] == "3"
+
+
+def test_a_containers_quota_counts(tmp_path):
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert cpu_quota(tmp_path) == 2.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+
+
+def test_ranks_know_how_many_they_should_be():
+    train = TrainConfig(steps=1, global_batch=1)
+    config = Config("a", "m:f", train, launch=LaunchConfig(env={"MINE": "x", "OMP_NUM_THREADS": "5"}))
+    env = rank_environment(config, 3, 2, verbose=False, given={})
+    assert (env["HPCTRAIN_EXPECTED_RANKS"], env["MINE"], env["OMP_NUM_THREADS"]) == ("3", "x", "5")
+    assert env["TF_CPP_MIN_LOG_LEVEL"] == "3"
+    assert "TF_CPP_MIN_LOG_LEVEL" not in rank_environment(config, 3, 2, verbose=True, given={})

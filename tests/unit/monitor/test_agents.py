@@ -1,0 +1,180 @@
+"""Two agents as processes, as on two nodes: real sockets and shared memory; the ranks' clocks are driven from here."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor import shared
+from hpctrain.monitor.chief.chief import Command
+from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
+from hpctrain.monitor.node.node import Node as NodeView
+from hpctrain.monitor.node.node import NodePlan
+from hpctrain.monitor.rank import session
+from hpctrain.monitor.rank.clock import RingClock
+from hpctrain.monitor.shared import FINISHED, STATE, Layout, Reader, Slot
+from hpctrain.monitor.wire import Connection, Message, connect
+from hpctrain.run.folder import RunDir
+from hpctrain.train.clock import Phase
+
+RANKS_PER_NODE = 4
+LAYOUT = Layout(ranks=RANKS_PER_NODE, rows=1024)
+
+
+class Node:
+    """The memory and the agent of a node whose ranks are clocks of this process."""
+
+    def __init__(self, index: int, folder: Path, token: str, listener: socket.socket | None, port: int) -> None:
+        handle, path = shared.create(LAYOUT)
+        os.unlink(path)
+        memory = shared.map_memory(handle, LAYOUT)
+        self.clocks = []
+        for local_rank in range(RANKS_PER_NODE):
+            slot = Slot(memory, LAYOUT, local_rank)
+            slot.join()
+            self.clocks.append(RingClock(slot))
+        ranks = range(index * RANKS_PER_NODE, (index + 1) * RANKS_PER_NODE)
+        chief = None
+        if index == 0:
+            names = [f"n{node}" for node in range(2) for _ in range(RANKS_PER_NODE)]
+            nodes = [node for node in range(2) for _ in range(RANKS_PER_NODE)]
+            config = asdict(MonitorConfig(window_steps=16, hang_s=600, on_hang="report"))
+            chief = {"hosts": names, "nodes": nodes, "folder": str(folder), "attempt": 1, "config": config}
+        plan = AgentPlan(
+            node=NodePlan(index, tuple(ranks), 16, 1.0),
+            memory=handle,
+            layout=LAYOUT,
+            token=token,
+            addresses=("127.0.0.1",),
+            port=port,
+            listener=listener.fileno() if listener else None,
+            chief=chief,
+        )
+        keep = [handle] + ([listener.fileno()] if listener else [])
+        self.agent: subprocess.Popen[bytes] = session.spawn(plan, keep, RunDir(folder))
+        os.close(handle)
+
+    def end(self) -> None:
+        for clock in self.clocks:
+            clock.head[STATE] = FINISHED
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    (tmp_path / "monitor").mkdir()
+    token = secrets.token_hex(32)
+    with session.listen() as listener:
+        port = listener.getsockname()[1]
+        pair = [Node(0, tmp_path, token, listener, port), Node(1, tmp_path, token, None, port)]
+    yield pair
+    for node in pair:
+        node.agent.kill()
+        node.agent.wait()
+        if node.agent.stdout:
+            node.agent.stdout.close()
+
+
+def drive(nodes: list[Node], steps: int, slow: int, extra_s: float) -> None:
+    """Synchronous steps in made-up time: the slow rank takes longer to read, the others wait for it."""
+    clocks = [clock for node in nodes for clock in node.clocks]
+    for step in range(steps):
+        for rank, clock in enumerate(clocks):
+            behind = extra_s if rank == slow and step >= 100 else 0.0
+            noise = 1 + 0.01 * ((7 * step + 3 * rank) % 5)
+            for phase, seconds in (
+                (Phase.DATA, 0.01 * noise + behind),
+                (Phase.BACKWARD, 0.1 * noise),
+                (Phase.EXCHANGE, 0.02 + extra_s - behind),
+            ):
+                clock.totals[phase] += seconds
+            clock.end_step(1.0)
+        time.sleep(0.002)  # the agents look four times a second; the ring must not run ahead of them
+
+
+def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_path: Path) -> None:
+    drive(nodes, 400, slow=5, extra_s=0.03)
+    for node in nodes:
+        node.end()
+    for node in nodes:
+        assert node.agent.wait(15) == 0
+    events = [json.loads(line) for line in (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()]
+    assert [(event["rank"], event["host"], event["cause"]) for event in events] == [(5, "n1", "data")]
+    view = json.loads((tmp_path / "monitor" / "live.json").read_text())
+    assert view["step"] == 400 and view["dropped_windows"] == 0
+    for index in range(2):
+        assert (tmp_path / "monitor" / f"agent-{index}.log").read_text() == ""
+
+
+def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() -> None:
+    node = SimpleNamespace(
+        plan=SimpleNamespace(node=0), alarmed=False, new_lives=lambda: [], poll=lambda now: [], note_death=None
+    )
+    chief = SimpleNamespace(receive=lambda message, now: [], tick=lambda now: [], open_hang=None)
+    with session.listen() as listener:
+        first = ChiefAgent(node, chief, listener, b"t")  # type: ignore[arg-type]
+        first.ears.register(listener)
+
+        def meet() -> Connection:
+            other = connect(["127.0.0.1"], listener.getsockname()[1], b"t")
+            assert other is not None
+            other.send(Message("beat", {"node": 1}))
+            for _ in range(4):
+                other.flush()
+                first.turn()
+                other.receive()
+            return other
+
+        other = meet()
+        other.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+        other.stream.close()
+        first.obey([Command(1, Message("look"))])
+        other = meet()
+        assert other.trusted and first.connections == [first.by_node[1]]
+        other.close()
+        first.connections[0].close()
+        first.ears.selector.close()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").touch()
+    with session.start(alone(), tmp_path / "run") as monitor:
+        assert monitor.agent is None
+        monitor.clock.end_step()
+    assert "not watching this run" in capsys.readouterr().err
+
+
+def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
+    drive(nodes, 40, slow=0, extra_s=0.0)
+    nodes[0].agent.kill()
+    drive(nodes, 100, slow=0, extra_s=0.0)
+    assert nodes[1].agent.poll() is None
+    nodes[1].end()
+    assert nodes[1].agent.wait(15) == 0
+
+
+def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    layout = Layout(1, 1024)
+    handle, path = shared.create(layout)
+    os.unlink(path)
+    slot = Slot(shared.map_memory(handle, layout), layout, 0)
+    slot.join()
+    RingClock(slot)
+    node = NodeView(NodePlan(0, (0,), 32, 5.0), Reader.of(handle, layout))
+    assert Ears(node).select(0) == []
+    assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]

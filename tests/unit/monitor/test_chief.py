@@ -1,0 +1,244 @@
+"""From messages to events, files and commands, without processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.bench.straggler import traces
+from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor.chief import heat
+from hpctrain.monitor.chief.chief import Chief
+from hpctrain.monitor.chief.exclude import Exclusion, exclude, excluded
+from hpctrain.monitor.node.node import window_message
+from hpctrain.monitor.window import Window
+from hpctrain.monitor.wire import Message
+from hpctrain.run.folder import RunDir
+from hpctrain.train.clock import Phase
+
+HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2", "n3", "n3"]
+NODES = [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def chief_in(folder: Path, **config: Any) -> tuple[Chief, list[str]]:
+    run = RunDir(folder)
+    run.monitor.mkdir()
+    said: list[str] = []
+    return Chief(HOSTS, NODES, run, 1, MonitorConfig(**config), lambda text, _: said.append(text)), said
+
+
+def parts(window: Window) -> list[Message]:
+    """The window as four nodes report it."""
+    found = []
+    for node in range(4):
+        pick = slice(2 * node, 2 * node + 2)
+        arrays = (getattr(window, name)[pick] for name in ("busy", "wait", "work", "typical", "mean"))
+        found.append(window_message(Window(window.index, window.ranks[pick], *arrays)))
+    return found
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "monitor" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def slow_host(seed: int = 0) -> traces.Trace:
+    trace = traces.simulated(8, 640, np.random.default_rng(seed))
+    for rank in (4, 5):
+        trace = traces.slowed_processor(trace, rank, 0.3, 200)
+    return trace
+
+
+def beat(node: int, phase: int, age: float, state: str = "S", steps: int = 50) -> Message:
+    ranks = [rank for rank, where in enumerate(NODES) if where == node]
+    beats = [[rank, steps, phase, age, state] for rank in ranks]
+    return Message("beat", {"node": node, "beats": beats, "dropped": 0, "first_step": 1000})
+
+
+def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path)
+    trace = traces.slowed(traces.simulated(8, 640, np.random.default_rng(1)), 3, Phase.DATA, 0.3, 200)
+    commands = [
+        command for window in trace.windows() for message in parts(window) for command in chief.receive(message, 0.0)
+    ]
+    # A look at the host of the suspect, in time for the verdict.
+    assert commands and {(command.node, command.message.kind) for command in commands} == {(1, "look")}
+    [event] = events_of(tmp_path)
+    assert said == [event["sentence"]]
+    assert event["sentence"].startswith("rank 3 on n1 is 3")
+    assert event["rank"] == 3 and event["host"] == "n1" and event["cause"] == "data" and event["state"] == "confirmed"
+    assert {"time", "step", "attempt", "slowdown", "cost"} <= event.keys()
+
+
+def test_a_silent_node_does_not_stop_the_judging(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path)
+    trace = traces.slowed(traces.simulated(8, 960, np.random.default_rng(2)), 2, Phase.DATA, 0.3, 200)
+    for window in trace.windows():
+        for message in parts(window)[:3]:
+            chief.receive(message, 0.0)
+    assert [event["rank"] for event in events_of(tmp_path)] == [2]
+    assert len(chief.pending) <= 8
+
+
+def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, action="exclude_on_requeue")
+    line = "processors throttled 12 times for heat"
+    for window in slow_host().windows():
+        chief.receive(Message("findings", {"node": 2, "host": [line], "ranks": {}}), time.monotonic())
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    [event] = events_of(tmp_path)
+    assert (event["kind"], event["host"], event["cause"], event["excluded"]) == ("host", "n2", "compute", True)
+    assert event["evidence"] == [line]
+    assert any("n2 is left out" in text for text in said)
+    [entry] = excluded(tmp_path / "monitor", 0.0)
+    assert entry.host == "n2"
+    again = Exclusion("n3", entry.until, 1, "another one")
+    assert not exclude(tmp_path / "monitor", again, 0.0)
+
+
+@pytest.mark.parametrize("case", ["no evidence", "report", "data"])
+def test_nothing_is_excluded_without_evidence_leave_or_a_cause_of_the_host(tmp_path: Path, case: str) -> None:
+    chief, _ = chief_in(tmp_path, action="report" if case == "report" else "exclude_on_requeue")
+    trace = slow_host()
+    if case == "data":
+        trace = traces.simulated(8, 640, np.random.default_rng(3))
+        for rank in (4, 5):
+            trace = traces.slowed(trace, rank, Phase.DATA, 0.3, 200)
+    for window in trace.windows():
+        if case != "no evidence":
+            found = Message("findings", {"node": 2, "host": ["the host swaps"], "ranks": {}})
+            chief.receive(found, time.monotonic())
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    assert events_of(tmp_path)[0]["kind"] == "host"
+    assert excluded(tmp_path / "monitor", 0.0) == []
+
+
+def test_exclusions_expire(tmp_path: Path) -> None:
+    assert exclude(tmp_path, Exclusion("n1", 100.0, 1, "slow"), 50.0)
+    assert [entry.host for entry in excluded(tmp_path, 99.0)] == ["n1"]
+    assert excluded(tmp_path, 101.0) == []
+    (tmp_path / "excluded.json").write_text("{ damaged")
+    assert excluded(tmp_path, 99.0) == []
+
+
+def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
+    for node in range(3):
+        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    chief.receive(beat(3, Phase.FORWARD, 11, "R"), 100.0)
+    commands = chief.tick(100.1)
+    assert [(command.node, command.message.fields["ranks"]) for command in commands] == [(3, [6, 7]), (0, [0])]
+    assert chief.receive(Message("dumped", {"rank": 6, "text": "stack of 6"}), 100.2) == []
+    assert chief.receive(Message("dumped", {"rank": 0, "text": "stack of 0"}), 100.2) == []
+    kills = chief.receive(Message("dumped", {"rank": 7, "text": "stack of 7"}), 100.2)
+    assert [(command.node, command.message.kind) for command in kills] == [(node, "kill") for node in range(4)]
+    [event] = events_of(tmp_path)
+    assert event["event"] == "hang" and event["step"] == 1050
+    assert [rank["rank"] for rank in event["ranks"]] == [6, 7]
+    assert (tmp_path / event["ranks"][0]["stack"]).read_text() == "stack of 6"
+    assert "ranks wait" in said[0]
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 12, "gone"), 101.0)
+    assert chief.tick(101.1) == []
+    assert len(events_of(tmp_path)) == 1, "the ranks' end is the monitor's own doing"
+
+
+def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path, hang_s=10, on_hang="report")
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    assert chief.tick(100.1)
+    assert chief.tick(130.0) == []
+    [event] = events_of(tmp_path)
+    assert event["ranks"] == []
+    assert "every rank waits in the exchange" in event["sentence"]
+    assert "did not answer" in (tmp_path / event["healthy"][0]["stack"]).read_text()
+
+
+def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path)
+    for window in slow_host().windows():
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    chief.close()
+    view = json.loads((tmp_path / "monitor" / "live.json").read_bytes())
+    assert [rank["rank"] for rank in view["ranks"]] == list(range(8)) and view["num_ranks"] == 8
+    assert view["ranks"][0]["wait_s"] > view["ranks"][4]["wait_s"]
+    assert any("host n2 (ranks 4-5) is" in verdict for verdict in view["verdicts"])
+
+
+def test_the_heat_map_is_drawn_and_bounded(tmp_path: Path) -> None:
+    picture = heat.Heat(2000, 32)
+    values = np.zeros(2000)
+    for index in range(3000):
+        values[7] = 0.3 if 1000 <= index < 1100 else 0.0
+        picture.add(index, np.arange(2000), values)
+    assert picture.values.shape == (2000, heat.COLUMNS)
+    assert np.nanmax(picture.values[7]) == pytest.approx(0.3, abs=0.01)
+    assert np.nanmax(picture.values[8]) == 0
+    picture.save(tmp_path / "heat.npz")
+    heat.draw(tmp_path / "heat.npz", tmp_path / "heat.png")
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path)
+    (tmp_path / "monitor").rmdir()
+    for window in slow_host().windows():
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    chief.close()
+    for what in ("its events", "its live view", "its heat map"):
+        assert any(f"cannot write {what}" in text for text in said)
+
+
+def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=10, on_hang="abort")
+    (tmp_path / "monitor").rmdir()
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 11), 100.0)
+    chief.tick(100.1)
+    assert [command.message.kind for command in chief.tick(130.0)] == ["kill"] * 4
+    assert any("cannot write stacks" in text for text in said)
+
+
+def test_a_full_disk_excludes_nobody_and_ends_nothing(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, action="exclude_on_requeue")
+    chief.receive(Message("findings", {"node": 2, "host": ["throttled"], "ranks": {}}), time.monotonic())
+    (tmp_path / "monitor").rmdir()
+    for window in slow_host().windows():
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    assert any("cannot exclude n2" in text for text in said)
+
+
+def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path, hang_s=20)
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    assert chief.tick(100.1) == []
+    for node in range(3):
+        chief.receive(beat(node, Phase.BACKWARD, 25), 125.0)
+    chief.tick(125.1)
+    assert chief.open_hang is not None
+    assert [(culprit.rank, culprit.state) for culprit in chief.open_hang.hang.culprits] == [
+        (6, "silent"),
+        (7, "silent"),
+    ]
+
+
+def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=10)
+    for now in (100.0, 130.0, 170.0):
+        for node in range(3):
+            chief.receive(beat(node, Phase.BACKWARD, now - 90), now)
+        chief.tick(now)
+    assert said == ["no word from the agents of ranks 6-7: they are not watched"]
+    assert chief.open_hang is not None

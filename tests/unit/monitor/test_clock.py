@@ -1,0 +1,172 @@
+"""The phase clock and its shared memory: what was marked is what is read, at the price of microseconds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hpctrain.monitor import shared
+from hpctrain.monitor.rank.clock import RingClock
+from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, Layout, Reader, Slot
+from hpctrain.monitor.window import GC, REST, WORK, condense
+from hpctrain.train.clock import Phase
+
+LAYOUT = Layout(ranks=3, rows=64)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    handle, path = shared.create(LAYOUT)
+    os.unlink(path)
+    yield handle
+    os.close(handle)
+
+
+def clock_on(memory: int, local_rank: int) -> RingClock:
+    slot = Slot(shared.map_memory(memory, LAYOUT), LAYOUT, local_rank)
+    slot.join()
+    return RingClock(slot)
+
+
+def step(clock: RingClock, work: float = 1.0) -> None:
+    for phase in Phase:
+        clock.mark(phase)
+    clock.end_step(work)
+
+
+def test_marks_are_read_as_seconds_of_their_phase(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hpctrain.monitor.rank.clock.monotonic", lambda: now[0])
+    clocks = [clock_on(memory, local_rank) for local_rank in range(3)]
+    for _ in range(8):
+        for clock in clocks:
+            for phase in Phase:
+                now[0] += 1 + phase
+                clock.mark(phase)
+            now[0] += 0.5
+            clock.end_step(32)
+            for other in clocks:
+                other.last = now[0]
+    rows = Reader.of(memory, LAYOUT).totals(2, 6)
+    assert rows is not None
+    window = condense(0, np.arange(3), rows)
+    np.testing.assert_allclose(window.wait, 1 + Phase.EXCHANGE)
+    np.testing.assert_allclose(window.busy, sum(1 + phase for phase in Phase if phase != Phase.EXCHANGE) + 0.5)
+    np.testing.assert_allclose(window.typical[:, Phase.DATA], 1)
+    np.testing.assert_allclose(window.typical[:, REST], 0.5)
+    np.testing.assert_allclose(window.work, 32)
+
+
+def test_what_follows_the_exchange_delays_the_next_arrival() -> None:
+    """busy(k) = arrival(k) - exit(k - 1): the optimizer of step k - 1 belongs to step k."""
+    steps = np.zeros((1, 5, REST + 7))
+    steps[0, 2, Phase.OPTIMIZER] = 7.0
+    steps[0, 2, Phase.DATA] = 1.0
+    window = condense(0, np.array([0]), np.cumsum(steps, axis=1))
+    assert window.busy.tolist() == [[1.0, 7.0, 0.0]]
+
+
+def test_before_the_first_step_totals_are_zero(memory: int) -> None:
+    clock = clock_on(memory, 0)
+    for _ in range(4):
+        step(clock)
+    rows = Reader.of(memory, LAYOUT).totals(-2, 6)
+    assert rows is not None
+    assert (rows[:, :2] == 0).all()
+    assert rows[0, 2:, WORK].tolist() == [1, 2, 3, 4]
+
+
+def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
+    clock, reader = clock_on(memory, 1), Reader.of(memory, LAYOUT)
+    for _ in range(100):
+        step(clock)
+    assert reader.totals(30, 10) is None
+    assert reader.totals(60, 34) is not None
+
+
+def test_a_rank_that_has_only_joined_is_not_silent(memory: int) -> None:
+    clock_on(memory, 0)
+    assert time.monotonic() - Reader.of(memory, LAYOUT).heads()[0, MARKED_AT] < 5
+
+
+def test_the_heartbeat_says_who_and_where(memory: int) -> None:
+    clock, reader = clock_on(memory, 2), Reader.of(memory, LAYOUT)
+    clock.mark(Phase.FORWARD)
+    assert reader.heads()[2, MARKED_PHASE] == Phase.FORWARD
+    clock.end_step()
+    head = reader.heads()[2]
+    assert (head[PID], head[STEPS], head[MARKED_PHASE]) == (os.getpid(), 1, NO_PHASE)
+
+
+def test_a_loop_of_ones_own_marks_phases_by_name() -> None:
+    clock = RingClock()
+    with clock.phase("data"):
+        time.sleep(0.02)
+    time.sleep(0.01)
+    with clock.phase("forward"):
+        pass
+    clock.arrived()
+    time.sleep(0.02)
+    clock.left()
+    taken = clock.take()
+    assert 0.02 <= taken["data"] < 0.2
+    assert 0.02 <= taken["exchange"] < 0.2
+    assert taken["forward"] < 0.01
+    assert clock.totals[REST] >= 0.01
+    assert sum(clock.take().values()) == 0
+
+
+def test_collections_are_timed_and_let_go() -> None:
+    clock = RingClock()
+    before = list(gc.callbacks)
+    clock.watch_gc()
+    gc.collect()
+    clock.unwatch_gc()
+    assert clock.totals[GC] > 0
+    assert gc.callbacks == before
+
+
+def test_a_step_costs_less_than_ten_microseconds() -> None:
+    clock = RingClock()
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(2000):
+            step(clock)
+        best = min(best, (time.perf_counter() - begin) / 2000)
+    assert best < 10e-6
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_a_million_steps() -> None:
+    clock = RingClock()
+    for _ in range(1000):
+        step(clock)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(1_000_000):
+        step(clock)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024, "KiB"
+
+
+def test_a_console_that_is_gone_does_not_end_a_run_that_the_monitor_speaks_of() -> None:
+    code = """
+import os, subprocess, sys
+from hpctrain.monitor.rank.clock import RingClock
+from hpctrain.monitor.rank.session import Session
+agent = subprocess.Popen(["echo", "rank 1 is slow"], stdout=subprocess.PIPE)
+agent.wait()
+gone, console = os.pipe()
+os.close(gone)
+os.dup2(console, 1)
+Session(RingClock(), agent, None).poll()
+os._exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=20, stderr=subprocess.DEVNULL).returncode == 7

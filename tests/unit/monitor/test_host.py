@@ -1,0 +1,166 @@
+"""Evidence from the host and stacks from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hpctrain.monitor.node import host, stacks
+
+
+def reading(time: float, counters: dict[str, float], process: dict[str, float] | None = None) -> host.Reading:
+    return host.Reading(time, counters, {7: process or {}})
+
+
+def test_quiet_counters_say_nothing() -> None:
+    counters = {"cpu_s": 10.0, "steal_s": 0.0, "throttled_s": 1.0, "swapped_pages": 5.0}
+    found = host.compare(
+        reading(0, counters, {"waiting_s": 1.0}), reading(5, {**counters, "cpu_s": 20}, {"waiting_s": 1.1})
+    )
+    assert found.host == ()
+    assert found.by_pid == {}
+
+
+@pytest.mark.parametrize(
+    ("grown", "word"),
+    [
+        ({"throttled_s": 2.0}, "quota held it for 40%"),
+        ({"steal_s": 2.0, "cpu_s": 10.0}, "hypervisor took 20%"),
+        ({"hot": 3.0}, "3 times for heat"),
+        ({"swapped_pages": 5000.0}, "swaps 1000 pages/s"),
+        ({"memory_pressure_s": 1.0}, "20% of the time for memory"),
+        ({"io_pressure_s": 4.0}, "80% of the time for storage"),
+        ({"retransmits": 1000.0}, "200 segments/s"),
+    ],
+)
+def test_what_stands_out_is_said(grown: dict[str, float], word: str) -> None:
+    found = host.compare(reading(0, dict.fromkeys(grown, 0.0)), reading(5, grown))
+    assert word in found.host[0]
+
+
+def test_waiting_for_a_processor_is_the_processs_own() -> None:
+    found = host.compare(
+        reading(0, {}, {"waiting_s": 0.0, "involuntary": 0}), reading(5, {}, {"waiting_s": 2.5, "involuntary": 50})
+    )
+    assert found.by_pid[7] == ("waited 50% of the time for a processor, 10 involuntary switches/s",)
+
+
+def test_a_real_reading_has_the_counters_of_linux() -> None:
+    taken = host.read([os.getpid()], 0.0)
+    assert taken.host["cpu_s"] > 0
+    assert {"waiting_s", "involuntary", "major_faults"} <= taken.processes[os.getpid()].keys()
+    assert host.read([2**22 + 1], 0.0).processes == {2**22 + 1: {}}
+
+
+class Unreadable(Exception):
+    """NVML's error."""
+
+
+def four_gpus(forbidden: int) -> ModuleType:
+    """An NVML of four GPUs, all slowed down by heat, of which one may not be read."""
+
+    def device(index: int) -> int:
+        if index == forbidden:
+            raise Unreadable("Insufficient Permissions")
+        return index
+
+    nvml = ModuleType("pynvml")
+    vars(nvml).update(
+        NVMLError=Unreadable,
+        NVML_CLOCK_SM=1,
+        nvmlClocksThrottleReasonHwSlowdown=8,
+        nvmlClocksThrottleReasonSwThermalSlowdown=32,
+        nvmlClocksThrottleReasonHwThermalSlowdown=64,
+        nvmlClocksThrottleReasonHwPowerBrakeSlowdown=128,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=device,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: 32,
+        nvmlDeviceGetClockInfo=lambda device, clock: 900,
+        nvmlDeviceGetMaxClockInfo=lambda device, clock: 1980,
+    )
+    return nvml
+
+
+def test_a_gpu_that_may_not_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", four_gpus(forbidden=1))
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
+    assert host.gpu_clocks() == tuple(f"GPU {index} runs at 900 of 1980 MHz: heat" for index in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("environment", "looked_at"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_GPUS": "1,3"}, [1, 3]),
+        ({"SLURM_STEP_GPUS": "0,2-3"}, [0, 2, 3]),
+        ({"SLURM_JOB_GPUS": "2"}, [2]),
+        ({"SLURM_STEP_GPUS": "1", "SLURM_JOB_GPUS": "2"}, [1]),
+        ({"SLURM_STEP_GPUS": "4,5,6,7"}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_GPUS": "GPU-1f2e"}, [0, 1, 2, 3]),
+    ],
+    ids=["no Slurm", "indices", "a span", "of the job", "of the step first", "hidden by cgroups", "no indices"],
+)
+def test_gpus_of_other_jobs_are_not_looked_at(environment: dict[str, str], looked_at: list[int]) -> None:
+    assert host.own_gpus(4, environment) == looked_at
+
+
+def test_a_process_that_ends_while_it_is_read_costs_its_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(folder: Path) -> list[str]:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "listdir", gone)
+    assert host.process_counters(os.getpid())["waiting_s"] == 0
+
+
+@pytest.fixture
+def spinning() -> Iterator[subprocess.Popen[str]]:
+    program = (
+        "import faulthandler, signal, sys\n"
+        "file = open(sys.argv[1], 'wb')\n"
+        "faulthandler.register(signal.SIGUSR2, file=file)\n"
+        "def endless():\n    print('ready', flush=True)\n    while True: pass\n"
+        "endless()"
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        child = subprocess.Popen([sys.executable, "-c", program, file.name], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.dump_file = Path(file.name)  # type: ignore[attr-defined]
+        yield child
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def test_stacks_of_a_stopped_process_are_read_from_outside(spinning: subprocess.Popen[str]) -> None:
+    os.kill(spinning.pid, signal.SIGSTOP)
+    assert "endless" in stacks.dump(spinning.pid, 0, Path("/nowhere"))
+
+
+def test_without_py_spy_the_process_is_asked(spinning: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "with_py_spy", lambda pid: (None, "py-spy may not read the process: not permitted"))
+    file: Path = spinning.dump_file  # type: ignore[attr-defined]
+    assert "in endless" in stacks.dump(spinning.pid, signal.SIGUSR2, file)
+    os.kill(spinning.pid, signal.SIGSTOP)
+    text = stacks.dump(spinning.pid, signal.SIGUSR2, file)
+    assert text == (
+        "no stack: py-spy may not read the process: not permitted; "
+        "the process does not run, so its faulthandler cannot answer\n"
+    )
+
+
+def test_rivals_for_a_processor_are_named(spinning: subprocess.Popen[str]) -> None:
+    os.sched_setaffinity(spinning.pid, {0})
+    lines = host.rivals({0}, set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9})
+    assert lines and lines[0].startswith(f"process {spinning.pid} (python")
+    assert host.rivals({0}, {spinning.pid}, 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []
+    assert host.rivals(set(), set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []

@@ -1,0 +1,123 @@
+"""Ranks of plain commands: what their exit codes mean, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.rank.plain_command import ending, rank
+from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.last_words import Ending, LastWord
+
+WORD = LastWord(1, "n1", 1, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "expected", "exit_code"),
+    [
+        (0, False, Ending.COMPLETED, 0),
+        (75, False, Ending.STOPPED, 75),
+        (75, True, Ending.STOPPED, 75),
+        (0, True, Ending.STOPPED, 75),
+        (143, True, Ending.STOPPED, 75),
+        (-15, True, Ending.STOPPED, 75),
+        (3, False, Ending.FAILED, 3),
+        (64, True, Ending.FAILED, 64),
+        (76, True, Ending.FAILED, 76),
+        (-9, False, Ending.FAILED, 137),
+    ],
+)
+def test_exit_codes(code: int, asked: bool, expected: Ending, exit_code: int) -> None:
+    made = ending(WORD, "prog", code, asked)
+    assert (made.ending, made.exit_code) == (expected, exit_code)
+    assert (made.error is not None) == (expected is Ending.FAILED)
+
+
+def test_a_signal_is_named() -> None:
+    made = ending(WORD, "prog", -signal.SIGSEGV, False)
+    assert made.error is not None and made.error.what == "prog was killed by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, 0),
+        ({"SLURM_PROCID": "3"}, 3),
+        ({"SLURM_PROCID": "0", "PMIX_RANK": "2"}, 2),
+        ({"PMI_RANK": "1"}, 1),
+        ({"SLURM_PROCID": "x"}, None),
+    ],
+)
+def test_the_launcher_says_which_rank(environ: dict[str, str], expected: int | None) -> None:
+    assert rank(environ) == expected
+
+
+def start(run_dir: RunDir, *command: str, process_group: int | None = None) -> subprocess.Popen[str]:
+    """A rank of a command in a run folder."""
+    run_dir.create()
+    environment = {**os.environ, RUN_DIR: str(run_dir.path), ATTEMPT: "1"}
+    words = [sys.executable, "-m", "hpctrain.rank.plain_command", *command]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True, process_group=process_group)
+
+
+def word(run_dir: RunDir) -> dict[str, object]:
+    """The one last word."""
+    (path,) = (run_dir.ranks / "1").glob("*.json")
+    return dict(json.loads(path.read_text()))
+
+
+def test_output_and_last_word(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    process = start(run_dir, "bash", "-c", "echo to the user; echo to the log >&2; exit 3")
+    assert process.communicate(timeout=30)[0] == "to the user\n"
+    assert process.returncode == 3
+    assert run_dir.log(0, 1).read_text() == "to the log\n"
+    assert (word(run_dir)["ending"], word(run_dir)["exit_code"]) == ("failed", 3)
+
+
+def test_the_stop_file_becomes_a_signal(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    process = start(run_dir, "bash", "-c", "trap 'exit 75' TERM; echo ready; while :; do sleep 0.05; done")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    run_dir.request_stop("a test")
+    process.communicate(timeout=30)
+    assert process.returncode == 0, "launchers end all ranks where one fails"
+    assert word(run_dir)["ending"] == "stop_requested"
+
+
+def test_a_signal_to_all_processes_leaves_the_program_its_time(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    program = "trap 'echo saving; sleep 0.2; echo saved; exit 75' TERM; echo ready; while :; do sleep 0.05; done"
+    process = start(run_dir, "bash", "-c", program, process_group=0)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "saving\nsaved\n"
+    assert word(run_dir)["ending"] == "stop_requested"
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    process = start(run_dir, "/no/such/program")
+    process.communicate(timeout=30)
+    assert process.returncode == 64
+    assert word(run_dir)["error"]["what"] == "cannot run /no/such/program: No such file or directory"  # type: ignore[index]
+
+
+def test_the_program_dies_with_its_rank(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    process = start(run_dir, "bash", "-c", "echo $$; exec sleep 60")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/status").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline, "the program outlived its rank"
+        time.sleep(0.02)

@@ -1,0 +1,147 @@
+"""Which ways of reducing there are, and which one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import UserError
+from hpctrain.reduce.choice import EVERY_CANDIDATE, Candidate, Surroundings, candidates, choose, fastest, look_around
+
+NODE = Surroundings(ranks=4, nodes=1, shared_memory=True, horovod=True, gpu=False)
+CLUSTER = Surroundings(ranks=4, nodes=2, shared_memory=False, horovod=True, gpu=False)
+
+
+def names(config: ReduceConfig, around: Surroundings) -> list[str]:
+    return [candidate.name for candidate in candidates(config, around)]
+
+
+def test_names_are_read_back() -> None:
+    assert [Candidate.parse(candidate.name) for candidate in EVERY_CANDIDATE] == list(EVERY_CANDIDATE)
+    with pytest.raises(ValueError, match="mpi-node"):
+        Candidate.parse("nccl")
+
+
+@pytest.mark.parametrize("kind", ["auto", "mpi", "horovod"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "auto"])
+@pytest.mark.parametrize("overlap", ["auto", "on", "off"])
+@pytest.mark.parametrize("around", [NODE, CLUSTER])
+def test_every_candidate_has_a_name(kind: str, compression: str, overlap: str, around: Surroundings) -> None:
+    if (kind, compression) == ("horovod", "bf16"):
+        return
+    found = candidates(ReduceConfig(kind=kind, compression=compression, overlap=overlap), around)
+    assert found
+    assert all(candidate in EVERY_CANDIDATE for candidate in found)
+    if compression in ("fp16", "bf16"):
+        assert all(candidate.compression == compression for candidate in found)
+
+
+def test_auto_measures_what_can_win() -> None:
+    assert names(ReduceConfig(), NODE) == ["mpi-node", "horovod-overlap", "horovod-flat"]
+    assert names(ReduceConfig(), CLUSTER) == ["mpi-ring", "mpi-flat", "mpi-overlap", "horovod-overlap", "horovod-flat"]
+    assert "mpi-flat-fp16" in names(ReduceConfig(compression="auto"), CLUSTER)
+
+
+def test_an_explicit_kind_leaves_nothing_to_timing() -> None:
+    assert names(ReduceConfig(kind="mpi"), NODE) == ["mpi-node"]
+    assert names(ReduceConfig(kind="mpi"), CLUSTER) == ["mpi-flat"]
+    assert names(ReduceConfig(kind="horovod"), NODE) == ["horovod-flat"]
+    assert names(ReduceConfig(kind="horovod"), CLUSTER) == ["horovod-overlap"]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    assert names(ReduceConfig(kind="horovod"), Surroundings(1, 1, False, False, False)) == ["none"]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="4 ranks, which would train apart"):
+        candidates(ReduceConfig(kind="none"), NODE)
+    with pytest.raises(UserError, match="bfloat16"):
+        candidates(ReduceConfig(kind="horovod", compression="bf16"), NODE)
+
+
+def test_a_later_candidate_must_be_clearly_faster() -> None:
+    a, b = Candidate("mpi", "flat"), Candidate("horovod", "flat")
+    assert fastest([a, b], {a.name: 1.0, b.name: 0.99}) == a
+    assert fastest([a, b], {a.name: 1.0, b.name: 0.9}) == b
+
+
+class Stage:
+    """Candidates that take a known time on a clock that they move."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.time, self.runs, self.open_name = seconds, 0.0, 0, ""
+        self.extra: Callable[[float], float] = lambda seconds: 0.0
+
+    def open(self, candidate: Candidate) -> None:
+        assert not self.open_name
+        self.open_name = candidate.name
+
+    def run(self) -> None:
+        self.time += self.seconds[self.open_name] + self.extra(self.seconds[self.open_name])
+        self.runs += 1
+
+    def close(self) -> None:
+        self.open_name = ""
+
+    def now(self) -> float:
+        return self.time
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 30.0])
+def test_the_fastest_is_chosen_within_the_budget(scale: float) -> None:
+    among = [Candidate("mpi", "node"), Candidate("horovod", "overlap"), Candidate("horovod", "flat")]
+    stage = Stage({candidate.name: scale * (3 - number) for number, candidate in enumerate(among)})
+    choice = choose(among, stage, Group("data"), stage.now)
+    assert choice.candidate == among[2]
+    assert choice.seconds == pytest.approx({"mpi-node": 3 * scale, "horovod-overlap": 2 * scale, "horovod-flat": scale})
+    assert stage.time < 25 or stage.runs == 2 * len(among)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_link_of_two_speeds_does_not_hide_the_fastest(seed: int) -> None:
+    """Times of seven candidates between two hosts; one step of four takes twice as long."""
+    luck = np.random.default_rng(seed)
+    usual = {"mpi-ring": 0.23, "mpi-flat": 0.34, "mpi-overlap": 0.35, "horovod-overlap": 0.40, "horovod-flat": 0.39}
+    usual |= {"horovod-overlap-fp16": 0.21, "mpi-flat-fp16": 0.14}
+    stage = Stage(usual)
+    stage.extra = lambda seconds: seconds if luck.random() < 0.25 else 0.0
+    choice = choose([Candidate.parse(name) for name in usual], stage, Group("data"), stage.now)
+    assert choice.candidate.name == "mpi-flat-fp16", choice
+    assert stage.time < 25
+
+
+def test_one_candidate_is_not_measured() -> None:
+    stage = Stage({})
+    assert choose([Candidate("mpi", "flat")], stage, Group("data")).candidate.name == "mpi-flat"
+    assert stage.runs == 0
+
+
+class Together(Group):
+    """One of several ranks, told beforehand what all of them say."""
+
+    def __init__(self, everywhere: list[list[bool]], rank: int) -> None:
+        super().__init__("data")
+        self.everywhere, self.rank, self.size = everywhere, rank, len(everywhere)
+
+    def allgather(self, value: object, what: str, timeout_s: float = 0.0) -> list[list[bool]]:
+        assert value == self.everywhere[self.rank]
+        return self.everywhere
+
+
+def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
+    local_sizes = [2, 2, 1]  # the last rank is alone on its node
+    everywhere = [[size > 1, rank > 0, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
+    found = []
+    for rank, local_size in enumerate(local_sizes):
+        data, local = Together(everywhere, rank), Group("local")
+        local.size = local_size
+        world = World(data, data, Group("model"), Group("pipeline"), local, node=rank // 2, nodes=2, host="a")
+        around = look_around(ReduceConfig(), world, False, lambda rank=rank: rank > 0)
+        found.append(names(ReduceConfig(), around))
+    assert found[0] == found[1] == found[2] == ["mpi-ring", "mpi-flat", "mpi-overlap"]

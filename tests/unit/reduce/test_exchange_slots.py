@@ -1,0 +1,31 @@
+"""The numbers that travel with the gradients."""
+
+from __future__ import annotations
+
+import math
+
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, totals
+
+
+def slots(loss: float, weight: float = 0.0, weighted: float = 0.0) -> list[float]:
+    made = [0.0] * SLOTS
+    made[LOSS], made[WEIGHT], made[WEIGHTED] = loss, weight, weighted
+    return made
+
+
+def test_a_mean_loss_needs_no_division() -> None:
+    found = totals(slots(0.7))
+    assert (found.loss, found.divisor) == (0.7, 1.0)
+
+
+def test_a_weighted_loss_is_divided_by_all_weights() -> None:
+    found = totals(slots(3.0, weight=4.0, weighted=2.0))
+    assert (found.loss, found.divisor) == (0.75, 4.0)
+
+
+def test_weights_of_zero_leave_zero_gradients_alone() -> None:
+    assert totals(slots(0.0, weight=0.0, weighted=2.0)).divisor == 1.0
+
+
+def test_one_rank_that_is_not_finite_is_seen_in_the_sum() -> None:
+    assert math.isnan(totals(slots(1.0 + math.nan)).loss)

@@ -1,0 +1,55 @@
+"""Horovod's preconditions: each one that is not met is one clear sentence."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce import horovod_setup
+
+MAPS = """\
+7f00-7f01 r-xp 00000000 08:01 11 /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
+7f01-7f02 r--p 00000000 08:01 11 /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4
+7f02-7f03 r-xp 00000000 08:01 12 /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi_cxx.so.40.30.1
+7f03-7f04 rw-p 00000000 00:00 0
+7f04-7f05 r-xp 00000000 08:01 13 /home/a b/lib/libc.so.6
+"""
+
+
+def test_one_mpi_library_is_one() -> None:
+    assert horovod_setup.mpi_libraries(MAPS) == ["/usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"]
+
+
+def test_two_mpi_libraries_are_named() -> None:
+    more = MAPS + "7f05-7f06 r-xp 00000000 08:01 14 /opt/mpich/lib/libmpi.so.12.3.1\n"
+    assert len(horovod_setup.mpi_libraries(more)) == 2
+
+
+def test_different_mpi_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "horovod.torch", SimpleNamespace())
+    monkeypatch.setattr(horovod_setup, "mpi_libraries", lambda maps: ["/a/libmpi.so.40", "/b/libmpi.so.12"])
+    with pytest.raises(UserError, match=r"different MPI libraries: /a/libmpi.so.40 and /b/libmpi.so.12") as caught:
+        horovod_setup.load("torch")
+    assert "install-horovod" in caught.value.fix
+
+
+def test_missing_horovod_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+    with pytest.raises(UserError, match="Horovod is not installed") as caught:
+        horovod_setup.load("torch")
+    assert "hpctrain install-horovod" in caught.value.fix
+    assert not horovod_setup.available("torch")
+
+
+def test_other_ranks_than_mpi_sees_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in horovod_setup.SETTINGS:
+        monkeypatch.setenv(name, "1")
+    alone = SimpleNamespace(init=lambda: None, rank=lambda: 0, size=lambda: 3, shutdown=lambda: None)
+    with pytest.raises(UserError, match="rank 0 of 3 where MPI sees rank 0 of 1"):
+        horovod_setup.start(alone, Group("data"), on_gpu=False)

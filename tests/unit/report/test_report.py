@@ -1,0 +1,305 @@
+"""Reports: what is read of a run folder, what is drawn, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.commands.report import print_comparison
+from hpctrain.errors import UserError
+from hpctrain.report import page, svg
+from hpctrain.report.axes import label, make_axis, time_unit
+from hpctrain.report.compare import compare, differences, flatten
+from hpctrain.report.explain import explain
+from hpctrain.report.figures import save_figures
+from hpctrain.report.heat import shrink
+from hpctrain.report.summary import goodput, make_attempts, summarize
+from hpctrain.report.thinning import thin
+from hpctrain.run.folder import RunDir
+from hpctrain.run.history import KEPT_EVENTS, RunData, read, run_config
+
+BEGIN = 1_700_000_000.0
+
+
+def event(name: str, step: int, attempt: int = 1, at: float | None = None, **fields: Any) -> dict[str, Any]:
+    return {"time": BEGIN + (step if at is None else at), "event": name, "step": step, "attempt": attempt, **fields}
+
+
+def trained(step: int, attempt: int = 1, at: float | None = None, loss: float = 1.0) -> dict[str, Any]:
+    seconds = {"forward": 0.4, "backward": 0.4, "data": 0.1, "checkpoint": 0.1}
+    return event("train", step, attempt, at, loss=loss, lr=0.1, samples_per_s=100.0, seconds=seconds, epoch=0)
+
+
+def folder(tmp_path: Path, *events: dict[str, Any], info: dict[str, Any] | None = None, tail: str = "") -> RunDir:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_dir.events.write_text("".join(json.dumps(each) + "\n" for each in events) + tail)
+    if info is not None:
+        run_dir.run_json.write_text(json.dumps(info))
+    return run_dir
+
+
+def attempt(number: int, begin: float, end: float | None, **verdict: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = {"attempt": number, "started": BEGIN + begin, "from_step": None, "to_step": None}
+    return entry if end is None else {**entry, "ended": BEGIN + end, "verdict": verdict}
+
+
+DONE = {"action": "done", "exit_code": 0, "reason": "done after step 4"}
+
+
+def test_steps_that_were_computed_again_count_once(tmp_path: Path) -> None:
+    run_dir = folder(
+        tmp_path,
+        event("run_started", 0, ranks=2, hosts=["a"]),
+        trained(1, loss=4.0),
+        trained(2, loss=3.0),
+        trained(3, loss=99.0),
+        event("resumed", 2, attempt=2, at=10, path="x"),
+        trained(3, attempt=2, at=11, loss=2.0),
+        tail='{"time": 1, "event": "tra',
+    )
+    data = read(run_dir)
+    assert data.train["loss"].step.tolist() == [1, 2, 3]
+    assert data.train["loss"].value.tolist() == [4.0, 3.0, 2.0]
+    assert data.counts["train"] == 4
+
+
+def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path: Path) -> None:
+    data = read(RunDir(tmp_path))
+    assert explain(data).cause == "unknown"
+    assert summarize(data)["state"] == "unknown"
+    assert "unknown" in page.render(data, explain(data), {})
+
+
+def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
+    run_dir = folder(tmp_path, *(event("straggler", step, state="suspect") for step in range(KEPT_EVENTS + 50)))
+    data = read(run_dir)
+    kept = [each["step"] for each in data.rare["straggler"]]
+    assert len(kept) == KEPT_EVENTS
+    assert (kept[0], kept[-1]) == (0, KEPT_EVENTS + 49)
+    assert data.counts["straggler"] == KEPT_EVENTS + 50
+
+
+def test_goodput_is_useful_time_over_allocated_time(tmp_path: Path) -> None:
+    info = {"attempts": [attempt(1, 0, 6, **DONE), attempt(2, 8, 12, **DONE)]}
+    data = read(folder(tmp_path, *(trained(step) for step in range(1, 6)), info=info))
+    assert goodput(data, make_attempts(data)) == pytest.approx(5 * 0.9 / 10)
+
+
+def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event(tmp_path: Path) -> None:
+    info = {"attempts": [attempt(1, 0, None), {**attempt(2, 100, 110, **DONE), "from_step": 3}]}
+    events = [*(trained(step) for step in (1, 2, 3, 4, 5)), trained(4, 2, at=105)]
+    first, second = make_attempts(read(folder(tmp_path, *events, info=info)))
+    assert (first.end - BEGIN, first.to_step, first.ending, first.orderly) == (5, 3, "unknown", False)
+    assert (second.end - BEGIN, second.ending) == (110, "done after step 4")
+
+
+@given(st.lists(st.floats(allow_nan=True, width=32), max_size=300), st.integers(4, 60))
+def test_thinning_keeps_ends_peaks_and_order(values: list[float], points: int) -> None:
+    y = np.array(values)
+    chosen = thin(y, points)
+    finite = np.flatnonzero(np.isfinite(y))
+    assert len(chosen) <= max(points, min(len(finite), points))
+    assert (np.diff(chosen) > 0).all()
+    if len(finite):
+        assert chosen[0] == finite[0] and chosen[-1] == finite[-1]
+        assert y[chosen].max() == y[finite].max()
+        assert y[chosen].min() == y[finite].min()
+
+
+@given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=20), st.booleans())
+def test_axes_hold_all_values_between_round_ends(values: list[float], from_zero: bool) -> None:
+    axis = make_axis(values, 0, 100, from_zero)
+    slack = 1e-9 * max(map(abs, [*values, 1.0]))
+    assert axis.low <= min(values) + slack and axis.high >= max(values) - slack
+    assert 2 <= len(axis.ticks) <= 12
+    assert axis.value(axis.pixel(values[0])) == pytest.approx(values[0], abs=1e-6 * (axis.high - axis.low))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (1500, "1500"), (20_000, "20k"), (3e6, "3M"), (0.25, "0.25"), (1e-5, "1.0e-05")]
+)
+def test_labels_are_short(value: float, text: str) -> None:
+    assert label(value) == text
+
+
+def test_time_units() -> None:
+    assert [time_unit(seconds)[1] for seconds in (30, 300, 30_000, 3e6)] == ["seconds", "minutes", "hours", "days"]
+
+
+def test_values_can_be_read_back_from_the_drawing() -> None:
+    x, y = [0.0, 3.0, 7.0], [1.5, -2.25, 40.0]
+    drawing = ET.fromstring(svg.lines("t <&>", [svg.Curve('a"b', x, y)], "step"))
+    (line,) = drawing.iter("polyline")
+    got = points_of(drawing, line)
+    assert [a for a, _ in got] == pytest.approx(x, abs=0.01)
+    assert [b for _, b in got] == pytest.approx(y, abs=0.1)
+
+
+def points_of(drawing: ET.Element, line: ET.Element) -> list[tuple[float, float]]:
+    ranges = [[float(part) for part in drawing.attrib[name].split()] for name in ("data-x", "data-y")]
+    pixels = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+    return [
+        tuple(
+            low + (at - begin) / (end - begin) * (high - low)
+            for at, (low, high, begin, end) in zip(pixel, ranges, strict=True)
+        )  # type: ignore[misc]
+        for pixel in pixels
+    ]
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+    info = {"attempts": [attempt(1, 0, 6, **DONE)]}
+    events = [
+        event("run_started", 0, ranks=2, hosts=["<b>"], versions={"x": "1"}),
+        *(trained(step) for step in range(1, 6)),
+    ]
+    data = read(folder(tmp_path, *events, event("eval", 4, metrics={"accuracy": 0.5}), info=info))
+    text = page.render(data, explain(data), {"heat": np.ones((2, 3))})
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+    assert "<b>" not in text.replace("<b>The", "").replace("<b>4", "").split("Versions and hosts")[1]
+    assert "&lt;b&gt;" in text
+    for title in (
+        "Loss",
+        "Validation metrics",
+        "Learning rate",
+        "Samples per second",
+        "Where the time goes",
+        "Attempts",
+    ):
+        assert title in text
+    assert "<td>0.5</td>" in text
+
+
+def failed(
+    reason: str, cause: str = "error", kind: str = "RunFailed", code: int = 70, action: str = "requeue"
+) -> RunData:
+    verdict = {
+        "action": action,
+        "exit_code": code,
+        "reason": reason,
+        "fix": "do this",
+        "rank": 1,
+        "host": "n2",
+        "cause": cause,
+    }
+    word = {"rank": 1, "host": "n2", "ending": "failed", "error": {"what": reason, "fix": "do this", "type": kind}}
+    words = {1: {"verdict": verdict, "ranks": [word] if kind else []}}
+    info = {"attempts": [attempt(1, 0, 5, **verdict)]}
+    return RunData(Path("run"), info, {}, {}, {}, {}, {}, {"train": 1}, words)
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (failed("the loss is not finite at step 3 (rank 1, samples 7)", kind="NoRequeue", code=76), "nan"),
+        (failed("the launcher started 4 ranks but MPI sees 1", kind="UserError", code=64), "singletons"),
+        (failed("cannot write run/events.jsonl: No space left on device"), "disk_full"),
+        (failed("Horovod is not installed", kind="UserError", code=64), "horovod"),
+        (failed("run.yaml:3: unknown key 'x'", kind="UserError", code=64, action="fail"), "user_error"),
+        (failed("ZeroDivisionError: division by zero (task.py:12)", kind="ZeroDivisionError"), "exception"),
+        (failed("rank 1 on n2 was killed by SIGKILL", cause="killed", kind=""), "killed"),
+        (failed("rank 1 on n2 was ended by the kernel", cause="out_of_memory", kind=""), "out_of_memory"),
+        (failed("node n2 failed", cause="node", kind=""), "node"),
+        (failed("no step for 60 s", cause="hang", kind=""), "hang"),
+        (
+            failed(
+                "3 attempts in a row failed without a new checkpoint; the last one: x",
+                kind="",
+                action="do_not_requeue",
+                code=76,
+            ),
+            "no_progress",
+        ),
+        (failed("runs/a is in use by another live run", kind="UserError", code=64), "in_use"),
+    ],
+)
+def test_explanations_name_cause_rank_and_cure(data: RunData, cause: str) -> None:
+    answer = explain(data)
+    assert answer.cause == cause
+    assert "Do this." in answer.text
+    assert "rank 1" in answer.text.lower()
+
+
+def test_a_run_that_stopped_for_its_time_limit(tmp_path: Path) -> None:
+    info = {
+        "attempts": [attempt(1, 0, 6, action="requeue", exit_code=75, reason="stopped by signal SIGUSR1 at step 4")]
+    }
+    events = [
+        trained(4),
+        event("stop_requested", 4, by="signal SIGUSR1"),
+        event("checkpoint_saved", 4, path="x", bytes=1),
+    ]
+    finished = event("run_finished", 4, reason="stop_requested", steps=4, seconds=6.0)
+    answer = explain(read(folder(tmp_path, *events, finished, info=info)))
+    assert answer.cause == "time_limit"
+    assert "step 4" in answer.text and "goes on" in answer.text
+
+
+def test_what_slows_a_running_run(tmp_path: Path) -> None:
+    slow = event(
+        "straggler",
+        3,
+        rank=3,
+        host="n2",
+        state="confirmed",
+        cost=0.19,
+        kind="rank",
+        cause="data",
+        sentence="rank 3 on n2 is slow",
+    )
+    info = {"attempts": [attempt(1, 0, None)]}
+    answer = explain(read(folder(tmp_path, trained(2), slow, info=info)))
+    assert (answer.cause, answer.title) == ("straggler", "The run goes on; rank 3 on n2 is slow")
+
+
+def test_comparison_shows_what_differs_only() -> None:
+    first = flatten({"train": {"epochs": 3, "steps": None}, "seed": 1, "env": {}})
+    second = flatten({"train": {"epochs": 4, "steps": None}, "seed": 1, "env": {}})
+    assert differences([first, second]) == {"train.epochs": [3, 4]}
+
+
+def test_values_of_the_run_file_are_shown_as_they_were_meant(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("reduce: {overlap: off}\nlaunch: {slurm: {time: 10:30:00}}\n")
+    assert flatten(run_config(tmp_path / "run.yaml")) == {"reduce.overlap": "off", "launch.slurm.time": "10:30:00"}
+
+
+def test_comparison_of_two_folders(tmp_path: Path) -> None:
+    runs = [
+        read(folder(tmp_path / str(n), trained(1, loss=n), event("eval", 1, metrics={"accuracy": n / 10})))
+        for n in (1, 2)
+    ]
+    result = compare(runs)
+    assert result["results"]["final_loss"] == [1, 2]
+    assert result["results"]["accuracy"] == [0.1, 0.2]
+    assert len(set(result["runs"])) == 2
+
+
+def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_comparison(
+        {"runs": ["a[/x]", "b"], "configuration": {"task_args.data": ["[/data/x]", "v[red]"]}, "results": {}}
+    )
+    said = capsys.readouterr().out
+    assert "a[/x]" in said and "[/data/x]" in said and "v[red]" in said
+
+
+def test_pictures_need_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "plot.png").touch()
+    with pytest.raises(UserError, match="File exists"):
+        save_figures(read(folder(tmp_path / "run", trained(1))), tmp_path / "plot.png")
+
+
+def test_shrinking_a_map_keeps_the_hot_spot() -> None:
+    values = np.zeros((1000, 700))
+    values[777, 555] = 9
+    small = shrink(values)
+    assert small.shape == (64, 120)
+    assert small.max() == 9 and (small > 0).sum() == 1

@@ -1,0 +1,116 @@
+"""Events that cannot be written cost no training: they wait, in order, and a loss is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpctrain.run import event_writer
+from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.events import decode
+
+
+class Disk:
+    """A place that is full (/dev/full) or not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = b""
+
+    def fill(self) -> None:
+        self.content = self.path.read_bytes() if self.path.exists() else b""
+        self.path.unlink(missing_ok=True)
+        self.path.symlink_to("/dev/full")
+
+    def free(self) -> None:
+        self.path.unlink()
+        self.path.write_bytes(self.content)
+
+    def steps(self) -> list[int]:
+        return [event["step"] for event in decode(self.path.read_bytes())]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    monkeypatch.delenv("HPCTRAIN_ATTEMPT", raising=False)
+    return Disk(tmp_path / "events.jsonl")
+
+
+def test_events_wait_for_space_and_come_in_order(disk: Disk) -> None:
+    said: list[str] = []
+    writer = EventWriter(disk.path, said.append)
+    writer.append("train", 1)
+    disk.fill()
+    writer.append("train", 2)
+    writer.append("train", 3, time=5.0)
+    disk.free()
+    writer.append("train", 4)
+    disk.fill()
+    writer.append("train", 5)
+    disk.free()
+    writer.close()
+    assert disk.steps() == [1, 2, 3, 4, 5]
+    assert decode(disk.path.read_bytes())[2]["time"] == 5.0
+    (warning,) = said
+    assert "events.jsonl cannot be written: No space left on device; training goes on" in warning
+
+
+def test_the_event_is_returned_as_it_stands_in_the_file(disk: Disk) -> None:
+    told = EventWriter(disk.path, print).append("eval", 3, metrics={"accuracy": 0.5})
+    assert [told] == decode(disk.path.read_bytes())
+
+
+def test_what_is_lost_at_the_end_is_told_once(disk: Disk) -> None:
+    said: list[str] = []
+    writer = EventWriter(disk.path, said.append)
+    disk.fill()
+    for step in range(3):
+        writer.append("train", step)
+    writer.close()
+    writer.close()
+    assert len(said) == 2
+    assert said[1].endswith("No space left on device: events of this run that are lost: 3")
+
+
+def test_memory_is_bounded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_writer, "MOST_WAITING", 4)
+    said: list[str] = []
+    writer = EventWriter(disk.path, said.append)
+    disk.fill()
+    for step in range(10):
+        writer.append("train", step)
+    disk.free()
+    writer.close()
+    assert disk.steps() == [6, 7, 8, 9]
+    assert said[1].endswith("events of this run that are lost: 6")
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 56, 57, 58, 59, 100, 113, 114, 115, 150])
+def test_a_disk_that_fills_within_a_line_repeats_no_event(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Nor does it where all of a line but its end was written. A line has 57 bytes."""
+    said: list[str] = []
+    writer = EventWriter(disk.path, said.append)
+    disk.fill()
+    writer.append("train", 1, time=1.0)
+    writer.append("train", 2, time=1.0)
+    assert [len(line) for line in writer.waiting] == [57, 57]
+    disk.free()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:room]))
+    writer.append("train", 3, time=1.0)
+    monkeypatch.setattr(os, "write", write)
+    writer.append("train", 4, time=1.0)
+    writer.close()
+    assert disk.steps() == [1, 2, 3, 4]
+
+
+def test_a_run_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = EventWriter(tmp_path / "gone" / "events.jsonl", said.append)
+    writer.append("train", 1)
+    writer.close()
+    assert "No such file or directory" in said[0] and "that are lost: 1" in said[1]

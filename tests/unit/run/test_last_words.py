@@ -1,0 +1,77 @@
+"""Files of last words: whole, in place, and merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import (
+    FILE_BYTES,
+    Ending,
+    ErrorWord,
+    LastWord,
+    WordFile,
+    collect,
+    first_word,
+    merge,
+    padded,
+)
+
+
+def opened(tmp_path) -> RunDir:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    return run_dir
+
+
+def test_the_last_word_overwrites_the_first_in_place(tmp_path):
+    run_dir = opened(tmp_path)
+    word = first_word(3)
+    file = WordFile.of(run_dir, 1, word)
+    file.begin(word)
+    inode = file.path.stat().st_ino
+    assert collect(run_dir, 1) == [word]
+    last = dataclasses.replace(word, ending=Ending.STOPPED, ended=1.0, exit_code=75, step=4)
+    file.end(last)
+    assert collect(run_dir, 1) == [last]
+    assert (file.path.stat().st_ino, file.path.stat().st_size) == (inode, FILE_BYTES)
+
+
+@given(st.text(max_size=30000), st.text(max_size=30000), st.text(max_size=100))
+def test_a_word_fits_its_room_whatever_the_error(traceback, what, fix):
+    error = ErrorWord(what, fix, "ValueError", traceback)
+    content = padded(LastWord(0, "n1", 1, 1.0, 1.0, Ending.FAILED, error=error))
+    read = LastWord.from_json(json.loads(content))
+    assert read.error is not None
+    assert read.error.fix == fix
+    if len(what.encode()) + len(traceback.encode()) < 1000:
+        assert len(content) == FILE_BYTES
+        assert read.error == error
+
+
+def test_fields_of_a_later_version_are_ignored():
+    assert LastWord.from_json({**first_word(1).to_json(), "mood": "good"}).rank == 1
+
+
+def test_words_are_merged_by_rank_and_their_pieces_removed(tmp_path):
+    run_dir = opened(tmp_path)
+    for rank, pid in ((1, 10), (0, 11)):
+        word = dataclasses.replace(first_word(rank), pid=pid)
+        WordFile.of(run_dir, 2, word).begin(word)
+    merge(run_dir, 2, collect(run_dir, 2), {"action": "done"})
+    saved = run_dir.read_words(2)
+    assert [entry["rank"] for entry in saved["ranks"]] == [0, 1]
+    assert saved["verdict"] == {"action": "done"}
+    assert [path.name for path in run_dir.ranks.iterdir()] == ["2.json"]
+
+
+def test_a_damaged_piece_is_left_out(tmp_path):
+    run_dir = opened(tmp_path)
+    word = first_word(0)
+    WordFile.of(run_dir, 1, word).begin(word)
+    (run_dir.ranks / "1" / "n1-7.json").write_text("{")
+    assert collect(run_dir, 1) == [word]

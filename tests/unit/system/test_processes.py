@@ -1,0 +1,106 @@
+"""Who is alive, who dies with whom, who was killed for memory; with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from hpctrain.launch.stdout_relay import Passing
+from hpctrain.system import processes
+
+TETHERED = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", '''
+from hpctrain.system.processes import die_with_parent
+die_with_parent()
+print("ready", flush=True)
+import time; time.sleep(60)
+'''], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+SWEPT = """
+import subprocess, sys
+from hpctrain.system.processes import adopt_orphans, end_descendants
+adopt_orphans()
+leaves = "import subprocess as s; print(s.Popen(['setsid', 'sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+middle = subprocess.run([sys.executable, "-c", leaves], capture_output=True, text=True)
+print(middle.stdout.strip(), *end_descendants(0.1), flush=True)
+"""
+
+
+def test_a_process_is_known_by_number_and_birth():
+    me = os.getpid()
+    assert processes.is_alive(me, processes.birth(me))
+    assert not processes.is_alive(me, processes.birth(me) + 1)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    born = processes.birth(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not processes.is_alive(child.pid, born), "a zombie does not live"
+    child.wait()
+    assert processes.birth(child.pid) == 0.0
+
+
+def test_a_tethered_process_dies_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", TETHERED], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_orphans_in_sessions_of_their_own_are_found_and_ended():
+    done = subprocess.run([sys.executable, "-c", SWEPT], capture_output=True, text=True, timeout=60, check=True)
+    orphan, *ended = map(int, done.stdout.split())
+    assert ended == [orphan]
+    assert not psutil.pid_exists(orphan)
+
+
+def test_kills_for_memory_are_counted_where_the_kernel_says(tmp_path):
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            counter = tmp_path / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            counter = tmp_path / "memory" / path.lstrip("/") / "memory.oom_control"
+        else:
+            continue
+        counter.parent.mkdir(parents=True, exist_ok=True)
+        counter.write_text("low 0\noom 2\noom_kill 3\n")
+    assert processes.oom_kills(tmp_path) == 3
+    assert processes.oom_kills(tmp_path / "nothing") is None
+
+
+def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
+    read, write = os.pipe()
+    target = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
+    with os.fdopen(read, "rb") as source:
+        passing = Passing(source, target)
+        passing.pump()
+        os.write(write, b"model\n=====================\nstep 1\nstep 2\n")
+        passing.pump()
+        os.write(write, b"step 3\n\n=====================\n=   BAD TERMINATION\n")
+        os.close(write)
+        passing.pump()
+    os.close(target)
+    assert (tmp_path / "out").read_text() == "model\n=====================\nstep 1\nstep 2\nstep 3\n"
+    assert "BAD TERMINATION" in passing.text
+
+
+def test_what_a_dead_mpirun_of_the_same_number_has_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "ompi.1").mkdir()
+
+    def before() -> None:
+        os.makedirs(tmp_path / f"ompi.{os.getpid()}" / "0")
+        processes.forget_session({"TMPDIR": str(tmp_path)})
+
+    subprocess.run(["true"], preexec_fn=before, check=True, timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["ompi.1"]

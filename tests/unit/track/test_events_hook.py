@@ -1,0 +1,160 @@
+"""Events of training: what sinks get is what is in the file."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.events import decode, encode
+from hpctrain.run.folder import RunDir
+from hpctrain.track import mlflow_follower
+from hpctrain.track.events_hook import EventsHook
+from hpctrain.track.mlflow import position
+from hpctrain.track.mlflow_follower import Follower, follow
+from hpctrain.train.clock import IntervalClock
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+def test_sinks_get_the_event_that_is_in_the_file(tmp_path: Path) -> None:
+    path, sink = tmp_path / "events.jsonl", Recorder()
+    state = SimpleNamespace(step=4, epoch=1)
+    trainer: Any = SimpleNamespace(world=SimpleNamespace(rank=0), state=state)
+    hook = EventsHook(EventWriter(path, print), IntervalClock(), 1, [sink])
+    hook.has_started = True
+    hook.after_eval(trainer, {"accuracy": 0.5})
+    assert sink.events == decode(path.read_bytes())
+    assert sink.events[0]["metrics"] == {"accuracy": 0.5}
+
+
+def events() -> list[dict[str, Any]]:
+    common = {"time": 1.0, "attempt": 1}
+    return [
+        {**common, "event": "run_started", "step": 0},
+        *({**common, "event": "eval", "step": step, "metrics": {"acc@5": 0.5, "loss": 1.0}} for step in range(1, 9)),
+    ]
+
+
+def test_a_full_disk_costs_the_scalars_and_not_the_run(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorboardX") is None:  # importing it would change the environment
+        pytest.skip("tensorboardX is not installed")
+    code = """
+import resource, sys, time
+from pathlib import Path
+from hpctrain.track.tensorboard import TensorBoardSink
+sink = TensorBoardSink(Path(sys.argv[1]))
+event = {"event": "eval", "time": 1.0, "attempt": 1, "step": 1, "metrics": {"loss": 1.0}}
+sink.event(event)
+time.sleep(0.3)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+sys.modules["hpctrain.track.tensorboard"].CLOSE_S = 0.5
+for step in range(500):
+    sink.event({**event, "step": step})
+sink.close()
+print("on")
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=20)
+    assert done.stdout == "on\n"
+
+
+def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path) -> None:
+    sinks = [Recorder(), Recorder()]
+    closed = []
+    sinks[0].close = lambda: os.close(-1)  # type: ignore[method-assign]
+    sinks[1].close = lambda: closed.append(True)  # type: ignore[method-assign]
+    EventsHook(EventWriter(tmp_path / "events.jsonl", print), IntervalClock(), 1, sinks).close()
+    assert closed
+
+
+def test_prometheus_gets_names_that_every_exporter_reads(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from hpctrain.track.prometheus import PrometheusSink
+
+    sink = PrometheusSink(str(tmp_path / "run.prom"), "run")
+    for event in events():
+        sink.event(event)
+    assert 'hpctrain_validation_acc_5{run="run"} 0.5' in (tmp_path / "run.prom").read_text()
+
+
+class Mlflow:
+    """As much of MlflowClient as the follower needs, and as strict with names."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.fails = fails
+        self.runs = 0
+        self.names: set[str] = set()
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="1")
+
+    def create_run(self, experiment: str, **fields: Any) -> Any:
+        self.runs += 1
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"run{self.runs}"))
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        if params and self.fails:
+            self.fails -= 1
+            raise ConnectionError("no answer")
+        for name in (*(one.key for one in metrics), *(one.key for one in params)):
+            assert re.fullmatch(r"[/\w.\- :]+", name) and posixpath.normpath(name) == name
+            self.names.add(name)
+
+    def set_tag(self, *words: str) -> None:
+        pass
+
+    def update_run(self, *words: str, **fields: str) -> None:
+        pass
+
+
+def tracked(folder: Path) -> RunDir:
+    (folder / "events.jsonl").write_bytes(b"".join(map(encode, events())))
+    (folder / "run.yaml").write_text("name: wave\ntask_args: {a@b: 1, ../c: 2}\n")
+    return RunDir(folder)
+
+
+def test_mlflow_gets_names_that_it_takes(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    client = Mlflow()
+    follower = Follower(tracked(tmp_path), client, "uri", "hpctrain")
+    assert follow(follower, lambda seconds: True), follower.problem
+    assert {"task_args.a_b", "validation/acc_5", "validation/loss"} <= client.names
+
+
+def test_a_server_that_fails_while_a_run_is_opened_gets_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    client = Mlflow(fails=3)
+    for _ in range(4):
+        follow(Follower(tracked(tmp_path), client, "uri", "hpctrain"), lambda seconds: True)
+    assert client.runs == 1
+    assert {"name", "validation/loss"} <= client.names
+
+
+def test_a_store_that_is_not_there_keeps_the_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*words: Any) -> None:
+        raise OSError("database is locked")
+
+    (tmp_path / "mlflow.json").write_text('{"uri": "uri", "run_id": "abc", "offset": 12, "problem": null}')
+    monkeypatch.setattr(mlflow_follower, "make", make)
+    monkeypatch.setattr(sys, "argv", ["follower", str(tmp_path), "uri", "hpctrain"])
+    assert mlflow_follower.main() == 1
+    assert position(RunDir(tmp_path)) == {"uri": "uri", "run_id": "abc", "offset": 12, "problem": "database is locked"}

@@ -1,0 +1,226 @@
+"""The loop, on a framework of a few lines of NumPy: what it calls, in which order, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import EarlyStopConfig, TrainConfig
+from hpctrain.data import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.errors import ExitCode, NoRequeue, UserError
+from hpctrain.train.clock import IntervalClock, Phase
+from hpctrain.train.early_stop import EarlyStop
+from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult, Sums
+from hpctrain.train.hooks import BaseHook, Hook, StopReason
+from hpctrain.train.loop import Trainer
+from hpctrain.train.plan import global_batch, make_plan
+from hpctrain.train.state import StateTensor, TrainState
+
+
+class Result:
+    """A loss that is there already."""
+
+    def __init__(self, loss: float, weight: float) -> None:
+        self.pair = (loss * weight, weight)
+
+    def sums(self) -> Sums:
+        return {"loss": self.pair}
+
+
+class LeastSquares:
+    """y = x w, by gradient descent."""
+
+    name = "numpy"
+    chosen_reducer: str | None = None
+    announce = None
+
+    def __init__(self) -> None:
+        self.weights = np.zeros(3)
+        self.factor = 1.0
+        self.seen: list[int] = []
+
+    def set_learning_rate(self, factor: float) -> None:
+        self.factor = factor
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
+        gradient, loss = np.zeros(3), 0.0
+        for batch in micro_batches:
+            error = batch["x"] @ self.weights - batch["y"]
+            gradient += batch["x"].T @ error / global_samples
+            loss += float(error @ error) / global_samples
+            self.seen += batch["id"].tolist()
+        if not np.isfinite(loss):
+            raise NonFiniteLoss([0])
+        self.weights -= 0.5 * self.factor * gradient
+        return Result(loss, global_samples)
+
+    def evaluate(self, batch: HostBatch) -> Sums:
+        error = batch["x"] @ self.weights - batch["y"]
+        return {"loss": (float(error @ error), len(error))}
+
+    def predict(self, batch: HostBatch) -> dict[str, np.ndarray[Any, Any]]:
+        return {"output": batch["x"] @ self.weights}
+
+    def state(self) -> Sequence[StateTensor]:
+        return []
+
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        self.weights = arrays["weights"]
+
+    def synchronize(self) -> None: ...
+
+    def weights_hash(self) -> str:
+        return self.weights.tobytes().hex()
+
+    def close(self) -> None: ...
+
+
+class Recorder(BaseHook):
+    """Writes down what it is told, and stops at a step if asked to."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self.stop_at = stop_at
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self.calls.append("before")
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+        self.calls.append(f"step {trainer.state.step}")
+        return StopReason.REQUESTED if trainer.state.step == self.stop_at else None
+
+    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+        self.calls.append(f"eval {trainer.state.step}")
+        self.evaluations.append((trainer.state.step, metrics["loss"]))
+        return None
+
+    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+        self.calls.append(reason.value)
+
+
+def arrays(samples: int = 10) -> dict[str, np.ndarray[Any, Any]]:
+    x = np.random.default_rng(1).normal(size=(samples, 3))
+    return {"x": x, "y": x @ np.array([1.0, -2.0, 3.0]), "id": np.arange(samples)}
+
+
+def make(config: TrainConfig, hooks: Sequence[Hook], state: TrainState | None = None, data: Any = None) -> Trainer:
+    dataset = open_dataset(data or arrays())
+    order = Order(len(dataset), global_batch(config, 1), seed=3)
+    return Trainer(
+        world=alone(),
+        framework=LeastSquares(),
+        data=TrainingData(dataset, order, 0, 1, accumulate=config.accumulate, prefetch=0),
+        validation=ValidationData(dataset, 4, 0, 1, prefetch=0),
+        schedule=lambda step: 1.0,
+        plan=make_plan(config, order.batches_per_epoch),
+        clock=IntervalClock(),
+        hooks=hooks,
+        state=state or TrainState(),
+    )
+
+
+def test_an_epoch_sees_every_sample_once_and_evaluates_at_its_end() -> None:
+    recorder = Recorder()
+    trainer = make(TrainConfig(epochs=2, global_batch=4), [recorder])
+    summary = trainer.fit()
+    assert (summary.reason, summary.step) == (StopReason.COMPLETED, 6)
+    assert recorder.calls[:6] == ["before", "step 1", "step 2", "eval 3", "step 3", "step 4"]
+    assert recorder.calls[-1] == "completed"
+    seen = trainer.framework.seen  # type: ignore[attr-defined]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+    assert trainer.state == TrainState(step=6, epoch=2, batch=0, samples=20)
+
+
+def test_it_learns() -> None:
+    trainer = make(TrainConfig(steps=1000, global_batch=5), [])
+    trainer.fit()
+    assert trainer.framework.weights == pytest.approx([1, -2, 3], abs=1e-6)  # type: ignore[attr-defined]
+
+
+def test_evaluations_by_steps_and_always_at_the_end() -> None:
+    recorder = Recorder()
+    make(TrainConfig(steps=7, global_batch=4, eval_every_epochs=None, eval_every_steps=3), [recorder]).fit()
+    assert [step for step, _ in recorder.evaluations] == [3, 6, 7]
+
+
+def test_a_hook_stops_the_run_and_all_hooks_hear_of_it() -> None:
+    first, second = Recorder(stop_at=2), Recorder()
+    trainer = make(TrainConfig(epochs=2, global_batch=4), [first, second])
+    assert trainer.fit().reason is StopReason.REQUESTED
+    assert second.calls == ["before", "step 1", "step 2", "stop_requested"]
+
+
+def test_going_on_from_a_state_ends_where_the_whole_run_ends() -> None:
+    config = TrainConfig(epochs=2, global_batch=4, accumulate=2)
+    whole = make(config, [])
+    whole.fit()
+    part = make(config, [Recorder(stop_at=4)])
+    part.fit()
+    saved = TrainState()
+    saved.restore(part.state.to_json())
+    rest = make(config, [], saved)
+    rest.framework.load({"weights": part.framework.weights})  # type: ignore[attr-defined]
+    rest.fit()
+    assert rest.framework.weights_hash() == whole.framework.weights_hash()
+    assert part.framework.seen + rest.framework.seen == whole.framework.seen  # type: ignore[attr-defined]
+
+
+def test_a_finished_state_trains_no_further() -> None:
+    trainer = make(TrainConfig(steps=3, global_batch=4), [Recorder()], TrainState(step=3, batch=0, epoch=1))
+    assert trainer.fit().step == 3
+    assert trainer.framework.seen == []  # type: ignore[attr-defined]
+
+
+def test_a_loss_that_is_not_finite_names_step_rank_and_samples() -> None:
+    data = arrays()
+    data["y"][7] = np.nan
+    with pytest.raises(NoRequeue) as caught:
+        make(TrainConfig(epochs=1, global_batch=1), [], data=data).fit()
+    position = Order(10, 1, seed=3)
+    step = next(index for index in range(10) if position.batch_indices(0, index)[0] == 7)
+    assert f"step {step + 1}, epoch 0, batch {step} (rank 0, samples 7)" in caught.value.what
+    assert caught.value.exit_code == ExitCode.DO_NOT_REQUEUE
+
+
+def test_early_stop_after_patience_evaluations_without_improvement() -> None:
+    stop = EarlyStop(EarlyStopConfig(metric="loss", patience=2, min_delta=1e9))
+    trainer = make(TrainConfig(epochs=50, global_batch=4), [stop])
+    assert trainer.fit().reason is StopReason.EARLY
+    assert trainer.state.epoch == 3, "the first evaluation is the best; two more do not improve on it"
+
+
+def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() -> None:
+    config = TrainConfig(epochs=50, global_batch=4)
+    ended = TrainState(step=9, epoch=3, early_stop_best=1.0, evaluations_since_best=2)
+    again = make(config, [EarlyStop(EarlyStopConfig(metric="loss", patience=2, min_delta=1e9))], ended)
+    assert (again.fit().reason, again.state.step) == (StopReason.EARLY, 9)
+    patient = make(config, [EarlyStop(EarlyStopConfig(metric="loss", patience=3, min_delta=1e9))], ended)
+    assert (patient.fit().reason, patient.state.step) == (StopReason.EARLY, 12)
+
+
+def test_early_stop_on_a_metric_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="accuracy"):
+        make(TrainConfig(epochs=1, global_batch=4), [EarlyStop(EarlyStopConfig(metric="accuracy"))]).fit()
+
+
+def test_a_global_batch_smaller_than_the_ranks_is_refused() -> None:
+    with pytest.raises(UserError, match="4 ranks"):
+        global_batch(TrainConfig(epochs=1, global_batch=3), 4)
+    assert global_batch(TrainConfig(epochs=1, batch_per_rank=3), 4) == 12
+
+
+def test_the_interval_clock_gives_each_phase_its_time_once() -> None:
+    clock = IntervalClock()
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.DATA):
+        clock.mark(phase)
+    taken = clock.take()
+    assert taken["data"] > 0 and taken["forward"] > 0 and taken["backward"] == 0
+    assert sum(clock.take().values()) == 0
