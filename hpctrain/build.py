@@ -65,8 +65,8 @@ def make_problem(config: Config, world: World) -> Problem:
     tensorflow_runtime.set_environment(config.train.threads)
     with tensorflow_runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, config.seed, config.train.precision)
-    train = open_dataset(task.train)
     data = config.data
+    train = open_dataset(task.train, allow_outside=data.allow_outside)
     order = Order(
         length=len(train),
         global_batch=global_batch(config.train, world.data.size),
@@ -75,7 +75,10 @@ def make_problem(config: Config, world: World) -> Problem:
         block_samples=data.block_samples,
         drop_last=data.drop_last,
     )
-    return Problem(task, train, None if task.validation is None else open_dataset(task.validation), order)
+    validation = None
+    if task.validation is not None:
+        validation = open_dataset(task.validation, allow_outside=data.allow_outside)
+    return Problem(task, train, validation, order)
 
 
 def require_same_data(problem: Problem, world: World) -> None:

@@ -104,10 +104,13 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
 
     with load_trained(args, session) as (config, framework, problem, step):
         with session.phase("open the data to predict over"):
-            dataset = open_dataset(args.data) if args.data else problem.validation
-            if args.data:  # models get the first array, and files may keep no order
+            dataset = problem.validation
+            if args.data:
+                outside = config.data.allow_outside
+                dataset = open_dataset(args.data, allow_outside=outside)
+                # models get the first array, and files may keep no order
                 shared = [name for name in problem.train.fields if name in dataset.fields]
-                dataset = open_dataset(args.data, shared) if shared else dataset
+                dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = build.make_validation(config, session.world, dataset)

@@ -55,11 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read"
     )
     pack.add_argument("--force", action="store_true", help="replace OUT.h5 where it exists")
+    add_outside(pack)
     pack.add_argument("--json", action="store_true", help="print what was made as JSON")
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
     info.add_argument("--seconds", type=float, default=1.0, help="to measure each kind of reading for (default 1)")
+    add_outside(info)
     info.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_outside(parser: argparse.ArgumentParser) -> None:
+    """The option of both commands that says where HDF5 files may lead to."""
+    parser.add_argument(
+        "--allow-outside",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="let links, virtual sources and external storage of HDF5 files lead to this folder, too; by default only "
+        "to that of the file",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +89,7 @@ def run_pack(args: argparse.Namespace) -> int:
 
     if args.chunks is not None and args.chunks < 1:
         raise UserError(f"--chunks is {args.chunks}", "give at least 1 sample a chunk")
-    source = open_source(args.sources, args.kind, parse_fields(args.field), parse_size(args.size))
+    source = open_source(args.sources, args.kind, parse_fields(args.field), parse_size(args.size), args.allow_outside)
     dtypes = parse_dtypes(args.dtype, source)
     with progress_bar(source.length, quiet=args.json) as advance:
         write_hdf5(args.output, source, dtypes, args.chunks, args.compression, args.force, advance)
@@ -96,7 +110,7 @@ def run_info(args: argparse.Namespace) -> int:
     """Shows what a dataset holds."""
     from hpctrain.data.info import describe
 
-    about = describe(args.file, args.seconds)
+    about = describe(args.file, args.seconds, args.allow_outside)
     if args.json:
         print(json.dumps(about))
     else:
