@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,11 +79,19 @@ def row_text(row: dict[str, Any]) -> str:
     """A row of ``ls`` for people."""
     if "problem" in row:
         return f"step {row['step']:>9}  DAMAGED: {row['problem']}"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else ""
+    when = local_time(row["time"])
     best = "  best" if row["best"] else ""
     return (
         f"step {row['step']:>9}  {when:19}  {row['bytes'] / 1e6:10.1f} MB  {row['ranks']:>4} ranks  {row['path']}{best}"
     )
+
+
+def local_time(seconds: Any) -> str:
+    """A moment for people; nothing where it is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -149,16 +158,21 @@ def export(args: argparse.Namespace) -> int:
 def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
     from hpctrain.checkpoint.export import replace_whole, weights
+    from hpctrain.checkpoint.manifest import Reader
     from hpctrain.comm.world import alone
     from hpctrain.task import KerasTask
     from hpctrain.task_loader import load_task
 
-    config = loaded.meta.get("identity", {}).get("config")
-    if not config:
+    if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    task = load_task(config["task"], config["task_args"], alone(), config["seed"], config["train"]["precision"])
+    identity = Reader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
+    config = Reader(identity.get("config", dict, "an object"), identity.where)
+    train = Reader(config.get("train", dict, "an object"), identity.where)
+    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
+    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
+    task = load_task(name, arguments, alone(), seed, precision)
     if not isinstance(task, KerasTask):
-        raise UserError(f"{config['task']} is not a Keras task", "export it to a .pt or .safetensors file")
+        raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
     from hpctrain.frameworks.tensorflow_export import export_keras
 
     arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}
@@ -178,5 +192,6 @@ def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) 
     if args.json:
         print(json.dumps(rows))
         return
+    encoding = sys.stdout.encoding or "utf-8"
     for line in lines:
-        print(line)
+        print(line.encode(encoding, "backslashreplace").decode(encoding))  # names and messages may hold any character

@@ -16,7 +16,7 @@ FORMAT = "hpctrain-checkpoint"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{9,18})")
-TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
+TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+(/[^/\x00-\x1f\x7f\ud800-\udfff]+)*")
 MAX_NAME = 1000
 MAX_DIMENSIONS = 32
 """HDF5's own limit."""
@@ -61,6 +61,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of all rows."""
         return self.rows * self.row_bytes
+
+    @property
+    def largest_bytes(self) -> int:
+        """What NumPy takes for the size of the array's address range: axes without length are left out."""
+        return math.prod(filter(None, self.shape)) * ITEM_TYPES[self.dtype].itemsize
 
     @property
     def key(self) -> tuple[str, int | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,13 +126,17 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """Strict JSON: no NaN or Infinity. Raises DamagedCheckpoint."""
+    """Strict JSON: no NaN or Infinity, nor what would be read as such. Raises DamagedCheckpoint."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
+    def finite(text: str) -> float:
+        number = float(text)
+        return number if math.isfinite(number) else refuse(text)
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        return json.loads(data, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where} is not valid JSON: {error}") from error
 
@@ -229,7 +234,7 @@ def piece_from_json(value: Any, where: str) -> StoredPiece:
         raise DamagedCheckpoint(f"{where}: {problem}")
     tensor = TensorSpec(value["name"], tuple(value["shape"]), value["dtype"], value["rank"])
     first, last = value["rows"]
-    if tensor.num_bytes > MAX_BYTES or last > tensor.rows:
+    if tensor.largest_bytes > MAX_BYTES or last > tensor.rows:
         raise DamagedCheckpoint(f"{where}: {tensor.name} cannot have the shape {tensor.shape} and rows up to {last}")
     return StoredPiece(Piece(tensor, first, last - first), value["offset"], int(value["crc32"], 16))
 
@@ -282,5 +287,8 @@ def coverage_problem(manifest: Manifest) -> str | None:
             if stored.piece.first_row != next_row.get(key, 0) or repeated:
                 return f"rows of {tensor.name} are missing or there twice"
             next_row[key] = stored.piece.first_row + stored.piece.rows
+    both = next((name for name, rank in specs if rank is not None and (name, None) in specs), None)
+    if both is not None:
+        return f"{both} belongs to single ranks and to all of them"
     short = next((tensor.name for key, tensor in specs.items() if next_row[key] != tensor.rows), None)
     return f"rows of {short} are missing" if short else None

@@ -122,6 +122,7 @@ def take(
 def merged(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
     """One value from those of another number of ranks: the mean of statistics, else one rank's in turn."""
     first = values[0]
-    if first.dtype.kind == "f" and all(value.shape == first.shape for value in values):
-        return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
+    if first.dtype.kind == "f" and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
+        with np.errstate(all="ignore"):  # what was not finite stays so
+            return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
     return values[rank % len(values)]
