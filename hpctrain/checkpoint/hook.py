@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.changes import config_hash
-from hpctrain.checkpoint.format import DamagedCheckpoint
+from hpctrain.checkpoint.format import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.identity import finite, identity_of, versions
 from hpctrain.checkpoint.policy import Cost, Policy, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
@@ -266,12 +266,17 @@ def writers(mode: str, world: World) -> list[int]:
 
 
 def best_steps(store: CheckpointStore) -> set[int]:
-    """The checkpoint that was the best one when it was saved last; at most one. Rank 0 knows it."""
+    """The checkpoint that was the best one when it was saved last, and newer ones that may be it. Rank 0 knows them."""
+    found: set[int] = set()
     for step in reversed(store.steps()) if store.group.rank == 0 else ():
-        with suppress(DamagedCheckpoint):
+        try:
             if store.manifest(step).meta.get("best"):
-                return {step}
-    return set()
+                return found | {step}
+        except DamagedCheckpoint:
+            continue
+        except (UnreadableCheckpoint, UserError):
+            found.add(step)
+    return found
 
 
 def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Shard
+from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Shard, UnreadableCheckpoint
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.shard import read_shard
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,33 @@ class Verdict:
     num_bytes: int
     problems: tuple[str, ...]
     """None if it is sound."""
+    readable: bool = True
+    """Whether it could be read; where it could not, nobody knows whether it is sound."""
 
 
 def verify(store: CheckpointStore, step: int) -> Verdict:
     """Checks manifest, sizes and checksums; then, on shards that are sound, that HDF5 sees what the manifest says."""
-    folder = store.folder(step)
+    folder, num_bytes = store.folder(step), 0
+    problems: list[str] = []
     try:
-        manifest = store.manifest(step)
+        manifest = patiently(lambda: store.manifest(step))
+        num_bytes = manifest.num_bytes
+        for shard in manifest.shards:
+            problems += shard_problems(folder, shard)
     except DamagedCheckpoint as error:
-        return Verdict(step, folder, 0, (error.what,))
-    problems = []
-    for shard in manifest.shards:
-        try:
-            read_shard(folder, shard)
-            problems += hdf5_problems(folder / shard.file, shard)
-        except DamagedCheckpoint as error:
-            problems.append(error.what)
-    return Verdict(step, folder, manifest.num_bytes, tuple(problems))
+        problems.append(error.what)
+    except (UnreadableCheckpoint, UserError) as error:
+        return Verdict(step, folder, num_bytes, (*problems, error.what), readable=False)
+    return Verdict(step, folder, num_bytes, tuple(problems))
+
+
+def shard_problems(folder: Path, shard: Shard) -> list[str]:
+    """What is damaged in a shard. Raises UnreadableCheckpoint, UserError."""
+    try:
+        patiently(lambda: read_shard(folder, shard))
+    except DamagedCheckpoint as error:
+        return [error.what]
+    return hdf5_problems(folder / shard.file, shard)
 
 
 def hdf5_problems(path: Path, shard: Shard) -> list[str]:

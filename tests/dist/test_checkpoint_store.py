@@ -16,7 +16,9 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_store.py"
+UNREADABLE = Path(__file__).parent / "programs" / "checkpoint_unreadable.py"
 Run = Callable[..., Any]
 
 
@@ -40,6 +42,21 @@ def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path)
     shard.write_bytes(data)
     assert "loaded 1" in (output := mpirun(2, PROGRAM, "load", folder, 3, 1).stdout)
     assert "shard-00001-of-00003.h5 is damaged: the checksum of model/large does not match" in output
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("where", ["manifest.json", "shard-00001-of-00003.h5", "step-000000002"])
+def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path, where: str) -> None:
+    folder = tmp_path / "checkpoints"
+    mpirun(3, PROGRAM, "save", folder, "all")
+    for rank in range(3):
+        output = mpirun(3, UNREADABLE, folder, rank, where, env={"PYTHONPATH": str(ROOT)}).stdout
+        assert sorted(output.splitlines()) == [f"rank {each} loaded 2 0" for each in range(3)]
+    output = mpirun(3, UNREADABLE, folder, "all", where, env={"PYTHONPATH": str(ROOT)}).stdout
+    for rank in range(3):  # every rank says the same, and nothing older is taken in its place
+        assert f"rank {rank} ends with 70: {folder}/step-000000002/" in output
+        assert "cannot be read now: Input/output error (tried 3 times by different ranks" in output
+    assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000002"]
 
 
 def swap(one: Path, other: Path) -> None:
