@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
 """What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
 
+PREPARATIONS = 2
+"""First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
+that could not be saved, because it changes where nobody sees it, is told before hours of training."""
+
 
 class CheckpointHook(BaseHook):
     """Resumes, saves and reports. Use ``checkpoint_hook`` to make one from a run file.
@@ -74,7 +78,7 @@ class CheckpointHook(BaseHook):
         self.last_s = time.monotonic()
         self.stall_s = 0.0
         self.saved_step: int | None = None
-        self.has_prepared = False
+        self.preparations = 0
         self.due = False
         self.is_best = False
         self.best_step: int | None = None
@@ -130,8 +134,8 @@ class CheckpointHook(BaseHook):
             self._begin(trainer)
             if self.config.mode == "sync":
                 self._settle(self.saver.finish())
-        elif not self.has_prepared:
-            self.has_prepared = True
+        elif self.preparations < PREPARATIONS:
+            self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
                 self.saver.prepare(trainer.framework.state())
         trainer.clock.mark(Phase.CHECKPOINT)

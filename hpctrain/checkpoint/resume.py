@@ -53,6 +53,8 @@ def resume(
         raise UserError(f"{loaded.path} is not of a training run", "choose another run_dir, or begin with --fresh")
     refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
     framework.load(loaded.arrays)
+    if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
+        framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     before, now = flat(loaded.meta["identity"]["config"]), flat(identity["config"])
     if any(before.get(key) != now.get(key) for key in BEST):
