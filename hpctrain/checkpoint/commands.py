@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The group's own commands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|inspect|diff|export")
     ls = actions.add_parser("ls", help="checkpoints of a run")
-    verify = actions.add_parser("verify", help="read every byte and compare checksums; exit code 70 if one is damaged")
+    verify = actions.add_parser("verify", help="read and check every byte; exit code 70 unless all are sound")
     inspect = actions.add_parser("inspect", help="what is in a checkpoint: names, types, shapes, min, mean, max, NaN")
     diff = actions.add_parser("diff", help="which tensors differ between two checkpoints; exit code 1 if any does")
     export = actions.add_parser("export", help="write a checkpoint's weights for other programs")
@@ -61,13 +61,13 @@ def ls(args: argparse.Namespace) -> int:
 
 def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
     """One row of ``ls``."""
-    from hpctrain.checkpoint.format import DamagedCheckpoint
+    from hpctrain.checkpoint.format import DamagedCheckpoint, UnreadableCheckpoint
 
     row: dict[str, Any] = {"step": step, "path": str(store.folder(step))}
     try:
         manifest = store.manifest(step)
-    except DamagedCheckpoint as error:
-        return row | {"problem": error.what}
+    except (DamagedCheckpoint, UnreadableCheckpoint, UserError) as error:
+        return row | {"problem": error.what, "readable": isinstance(error, DamagedCheckpoint)}
     meta = manifest.meta
     numbers = {"bytes": manifest.num_bytes, "ranks": manifest.ranks, "tensors": len(manifest.tensors())}
     return (
@@ -78,7 +78,7 @@ def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
 def row_text(row: dict[str, Any]) -> str:
     """A row of ``ls`` for people."""
     if "problem" in row:
-        return f"step {row['step']:>9}  DAMAGED: {row['problem']}"
+        return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
     when = local_time(row["time"])
     best = "  best" if row["best"] else ""
     return (

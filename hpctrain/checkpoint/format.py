@@ -36,6 +36,15 @@ class DamagedCheckpoint(RunFailed):
         super().__init__(what, fix)
 
 
+class UnreadableCheckpoint(RunFailed):
+    """A checkpoint cannot be read now, which says nothing about what is in it; it stays where it is."""
+
+    def __init__(
+        self, what: str, fix: str = "look for file-system errors on the hosts, then run the same command again"
+    ) -> None:
+        super().__init__(what, fix)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A named tensor of the state. Its first axis is counted in rows; a scalar is one row."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.changes import config_hash
-from hpctrain.checkpoint.format import DamagedCheckpoint
+from hpctrain.checkpoint.format import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.identity import finite, identity_of, versions
 from hpctrain.checkpoint.policy import Cost, Policy, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
 """What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
+
+PREPARATIONS = 2
+"""First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
+that could not be saved, because it changes where nobody sees it, is told before hours of training."""
 
 
 class CheckpointHook(BaseHook):
@@ -74,7 +78,7 @@ class CheckpointHook(BaseHook):
         self.last_s = time.monotonic()
         self.stall_s = 0.0
         self.saved_step: int | None = None
-        self.has_prepared = False
+        self.preparations = 0
         self.due = False
         self.is_best = False
         self.best_step: int | None = None
@@ -130,8 +134,8 @@ class CheckpointHook(BaseHook):
             self._begin(trainer)
             if self.config.mode == "sync":
                 self._settle(self.saver.finish())
-        elif not self.has_prepared:
-            self.has_prepared = True
+        elif self.preparations < PREPARATIONS:
+            self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
                 self.saver.prepare(trainer.framework.state())
         trainer.clock.mark(Phase.CHECKPOINT)
@@ -266,12 +270,17 @@ def writers(mode: str, world: World) -> list[int]:
 
 
 def best_steps(store: CheckpointStore) -> set[int]:
-    """The checkpoint that was the best one when it was saved last; at most one. Rank 0 knows it."""
+    """The checkpoint that was the best one when it was saved last, and newer ones that may be it. Rank 0 knows them."""
+    found: set[int] = set()
     for step in reversed(store.steps()) if store.group.rank == 0 else ():
-        with suppress(DamagedCheckpoint):
+        try:
             if store.manifest(step).meta.get("best"):
-                return {step}
-    return set()
+                return found | {step}
+        except DamagedCheckpoint:
+            continue
+        except (UnreadableCheckpoint, UserError):
+            found.add(step)
+    return found
 
 
 def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.checkpoint.files import open_regular
+from hpctrain.checkpoint.files import reading
 from hpctrain.checkpoint.format import (
     FORMAT,
     ITEM_TYPES,
@@ -82,20 +82,25 @@ def read(folder: Path, step: int) -> Manifest:
     """The manifest of a step's checkpoint in a folder.
 
     Raises:
-        DamagedCheckpoint: it is missing, cannot be read, or is not exactly what was once written.
+        DamagedCheckpoint: it is missing, or is not exactly what was once written.
+        UnreadableCheckpoint: it cannot be read now.
     """
+    return read_with_bytes(folder, step)[1]
+
+
+def read_with_bytes(folder: Path, step: int) -> tuple[bytes, Manifest]:
+    """The file's bytes, and the manifest in them. Raises as ``read`` does."""
     path = folder / MANIFEST_FILE
-    try:
-        descriptor = open_regular(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size > MAX_MANIFEST_BYTES:
-                raise DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
-            data = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
+        data = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
+        return data, parse_of_step(data, path, step)
+
+
+def parse_of_step(data: bytes, path: Path, step: int) -> Manifest:
+    """The manifest in a file's bytes. Raises DamagedCheckpoint also where it is another step's."""
     manifest = parse(data, str(path))
     if manifest.step != step:
         raise DamagedCheckpoint(f"{path} is of step {manifest.step}: it belongs to another checkpoint")

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from hpctrain.checkpoint import manifest as manifest_file
-from hpctrain.checkpoint.files import make_durable_folder, sync_folder, write_durably
+from hpctrain.checkpoint.files import listed, make_durable_folder, sync_folder, write_durably
 from hpctrain.checkpoint.format import (
     MANIFEST_FILE,
     STEP_FOLDER,
@@ -22,6 +22,7 @@ from hpctrain.checkpoint.format import (
     shard_file,
     step_folder,
 )
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded, load_newest
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.comm.group import Group
@@ -71,19 +72,21 @@ class CheckpointStore:
         self.saver: Any = None
 
     def steps(self) -> list[int]:
-        """Steps of all committed checkpoints, ascending. That they are sound is known after ``load`` or ``verify``."""
-        if not self.path.is_dir():
-            return []
-        matches = (STEP_FOLDER.fullmatch(entry.name) for entry in self.path.iterdir())
-        found = {int(match[1]) for match in matches if match}
-        return sorted(step for step in found if (self.folder(step) / MANIFEST_FILE).exists())
+        """Steps of all checkpoints, ascending. Whether they are sound is known after ``load`` or ``verify``.
+
+        Raises:
+            UnreadableCheckpoint, UserError: the folder cannot be listed.
+        """
+        names = set(patiently(lambda: listed(self.path)))
+        found = {int(match[1]) for match in map(STEP_FOLDER.fullmatch, names) if match}
+        return sorted(step for step in found if step_folder(step) in names)
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is or will be."""
         return self.path / step_folder(step)
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint consists of. Raises DamagedCheckpoint."""
+        """What a checkpoint consists of. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
         return manifest_file.read(self.folder(step), step)
 
     def save(
@@ -125,6 +128,7 @@ class CheckpointStore:
         Raises:
             UserError: there is none.
             DamagedCheckpoint: none is sound; says why for each.
+            UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
         """
         steps = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if step is not None and step not in steps:

@@ -13,15 +13,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import h5py
 
 from hpctrain.checkpoint import manifest as manifest_file
-from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Manifest, Shard, StoredPiece
+from hpctrain.checkpoint.format import ITEM_TYPES, DamagedCheckpoint, Manifest, Shard, StoredPiece, UnreadableCheckpoint
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.shard import read_shard
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.data.hdf5_files import own_dataset
+from hpctrain.errors import UserError
 
 LOOK_S = 30.0
 """How long libhdf5 may look at the names in a checkpoint, beside DATASET_S for each."""
@@ -37,27 +40,31 @@ class Verdict:
     num_bytes: int
     problems: tuple[str, ...]
     """None if it is sound."""
+    readable: bool = True
+    """Whether it could be read; where it could not, nobody knows whether it is sound."""
 
 
 def verify(store: CheckpointStore, step: int) -> Verdict:
     """Checks manifest, sizes and checksums; then, on shards that are sound, that HDF5 sees what the manifest says."""
-    folder = store.folder(step)
+    folder, num_bytes = store.folder(step), 0
+    problems: list[str] = []
     try:
-        manifest = store.manifest(step)
+        manifest = patiently(lambda: store.manifest(step))
+        num_bytes = manifest.num_bytes
+        sound = []
+        for index, shard in enumerate(manifest.shards):
+            try:
+                patiently(partial(read_shard, folder, shard))
+                sound.append(index)
+            except DamagedCheckpoint as error:
+                problems.append(error.what)
+        if sound:
+            problems += hdf5_problems(folder, manifest, sound)
     except DamagedCheckpoint as error:
-        return Verdict(step, folder, 0, (error.what,))
-    problems, sound = [], []
-    for index, shard in enumerate(manifest.shards):
-        try:
-            read_shard(folder, shard)
-            sound.append(index)
-        except DamagedCheckpoint as error:
-            problems.append(error.what)
-        except MemoryError:
-            problems.append(f"{folder / shard.file} does not fit into memory")
-    if sound:
-        problems += hdf5_problems(folder, manifest, sound)
-    return Verdict(step, folder, manifest.num_bytes, tuple(problems))
+        problems.append(error.what)
+    except (UnreadableCheckpoint, UserError) as error:
+        return Verdict(step, folder, num_bytes, (*problems, error.what), readable=False)
+    return Verdict(step, folder, num_bytes, tuple(problems))
 
 
 def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:

@@ -22,6 +22,7 @@ from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.tensorflow_holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow_passes import Passes, Tensors, Update, slots_and_norm
 from hpctrain.frameworks.tensorflow_runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow_state import (
@@ -30,7 +31,6 @@ from hpctrain.frameworks.tensorflow_state import (
     is_seed,
     load_tensors,
     model_tensors,
-    optimizer_tensors,
     path_in,
     require_same_model,
 )
@@ -94,11 +94,12 @@ class KerasFramework:
             self.reducer = open_reducer(among[0], self.group, self.flat.layout.length)
             self.chosen_reducer = among[0].name
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
-        self.learning_rate = own_learning_rate(task.optimizer)
+        self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
         self.noise = tf.random.get_global_generator()
         task.optimizer.build(variables)
+        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, task.model)
         self._make_equal()
 
     def _make_equal(self) -> None:
@@ -109,7 +110,11 @@ class KerasFramework:
         if self.config.train.ema_decay is not None:
             self.update.keep_average(self.config.train.ema_decay)
             self.passes.averages = self.update.averages
-        rank_seed = derive(self.config.seed, self.group.rank, 1)  # noise such as dropout must differ between ranks
+        self.reseed(0)
+
+    def reseed(self, step: int) -> None:
+        """See Framework."""
+        rank_seed = derive(self.config.seed, self.group.rank, 1, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         self.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
@@ -122,14 +127,16 @@ class KerasFramework:
 
     def set_learning_rate(self, factor: float) -> None:
         """See Framework."""
-        if self.learning_rate is None:
+        known = [(optimizer, rate) for optimizer, rate in self.rates if rate is not None]
+        if len(known) < len(self.rates):
             if factor != 1.0:
                 raise UserError(
                     "both the run file's schedule and the Keras optimizer's own change the learning rate",
                     "give the optimizer a number as its learning rate, or remove schedule: from the run file",
                 )
         elif factor != self.factor:
-            self.task.optimizer.learning_rate.assign(self.learning_rate * factor)
+            for optimizer, rate in known:
+                optimizer.learning_rate.assign(rate * factor)
             self.factor = factor
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> KerasStepResult:
@@ -220,13 +227,14 @@ class KerasFramework:
         ]
         return [
             *model_tensors(model),
-            *optimizer_tensors(self.task.optimizer, model),
+            *self.holdings.tensors(),
             *averages,
             VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK),
         ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        self.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
         if self.loss_scale and SCALER in arrays:
             self.loss_scale.state[:] = arrays[SCALER]
