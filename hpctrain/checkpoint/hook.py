@@ -188,14 +188,13 @@ class CheckpointHook(BaseHook):
         self.stall_s = self.last_s - begin
 
     def _settle(self, outcome: Outcome | None) -> Any:
-        """Reports how a save ended; a failed one leaves the run going on, unless it was fenced off or is past help."""
+        """Reports how a save ended; a failed one leaves the run going on, unless that was replaced or is past help."""
         if outcome is None:
             return None
         path = str(outcome.path)
         if outcome.error:
             self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
-            self.store.fence()
-            return outcome.path_or_raise() if outcome.is_hopeless else outcome
+            return outcome.path_or_raise() if outcome.is_hopeless or outcome.is_replaced else outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}

@@ -55,7 +55,7 @@ class CheckpointStore:
         path: the folder; made with its parents when the first checkpoint is saved.
         keep: what to remove after a save; nothing by default.
         group: ranks that save and load together, each of which then calls ``save`` and ``load``.
-        fence: called before each commit and each removal; raises where this process may no longer write.
+        fence: called before each commit and each removal; raises Replaced where this process may no longer write.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class CheckpointStore:
 
         Raises:
             UserError: names, types or ``meta`` cannot be stored.
-            RunFailed: it could not be written (disk full, I/O error, fenced off); older checkpoints are untouched.
+            RunFailed: it could not be written (disk full, I/O error); older checkpoints are untouched.
+            Replaced: a newer attempt has begun.
         """
         from hpctrain.checkpoint.saver import array_tensors, open_saver
 
@@ -165,7 +166,12 @@ class CheckpointStore:
         if target.exists():
             os.rename(target, replaced)
             sync_folder(self.path)
-        os.rename(partial, target)
+        try:
+            os.rename(partial, target)
+        except OSError:  # a newer attempt has swept the partial checkpoint, and the one that is there is its own
+            if replaced.exists() and not target.exists():
+                os.rename(replaced, target)
+            raise
         sync_folder(self.path)
         if replaced.exists():
             self._delete(replaced)
@@ -192,13 +198,15 @@ class CheckpointStore:
     def sweep(self) -> list[str]:
         """Clears what killed processes left; returns the names. One process calls it, before it lists checkpoints.
 
-        A process of an older attempt that still writes finds its folder gone and cannot commit.
+        A process of an older attempt that still writes finds its folder gone and cannot commit. One that is to sweep
+        itself must not: the fence is asked before each removal.
         """
         if not self.path.is_dir():
             return []
         leftovers = sorted(entry for entry in self.path.iterdir() if entry.name.startswith((PARTIAL, TRASH, REPLACED)))
         leftovers = [entry for entry in leftovers if entry.is_dir() and not entry.is_symlink()]
         for entry in leftovers:
+            self.fence()
             target = self.path / entry.name.removeprefix(REPLACED).rpartition("-")[0]
             if entry.name.startswith(REPLACED) and not target.exists():
                 os.rename(entry, target)

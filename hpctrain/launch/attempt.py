@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import ExitCode, Replaced
 from hpctrain.launch import launchers, processes
 from hpctrain.launch.last_words import GOOD_ENDINGS, Ending, LastWord, collect
 from hpctrain.launch.live_lock import LiveLock
@@ -21,7 +21,7 @@ from hpctrain.launch.output import say
 from hpctrain.launch.passing import Passing
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.signals import StopSignals
-from hpctrain.launch.verdict import Action, Stop, Verdict, decide
+from hpctrain.launch.verdict import REPLACED, Action, Stop, Verdict, decide
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir
 
 TICK_S = 0.05
@@ -102,7 +102,7 @@ class Attempt:
         first = died_first(self.run_dir, self.number, told)
         deaths = launchers.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
-        attempts = [*self.run_dir.attempts()]
+        attempts = [entry for entry in self.run_dir.attempts() if entry["attempt"] <= self.number]
         if attempts:
             attempts[-1] = {**attempts[-1], "to_step": self.run_dir.newest_checkpoint_step()}
         failure = self.failure
@@ -149,7 +149,10 @@ class Attempt:
 
     def tick(self, now: float) -> None:
         """One look at signals, the STOP file, the ranks and the clock."""
-        self.lock.beat()
+        try:
+            self.lock.beat()
+        except Replaced as error:
+            self.end(now, error.what, error.fix, REPLACED)
         if self.passing is not None:
             self.passing.pump()
         self.take_signals(now)

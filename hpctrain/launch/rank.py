@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from hpctrain.config_file import dump
 from hpctrain.errors import ExitCode, HpctrainError, RunFailed
 from hpctrain.launch import processes
 from hpctrain.launch.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word, merge
-from hpctrain.launch.live_lock import BEAT_S, LiveLock, myself
+from hpctrain.launch.live_lock import LiveLock, myself
 from hpctrain.launch.output import quiet_environment, redirect
 from hpctrain.launch.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.launch.verdict import decide
@@ -72,7 +71,8 @@ class Session:
     verbose: bool = False
     supervised: bool = False
     run_dir: RunDir | None = None
-    lock: LiveLock | None = None
+    holding: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """The run folder's lock, where there is no supervisor to hold it."""
     word: LastWord = dataclasses.field(default_factory=lambda: first_word(None))
     user_stderr: int = 2
     """Descriptor that reaches the user."""
@@ -128,10 +128,7 @@ class Session:
     def begin_attempt(self, run_dir: RunDir, config: Config) -> int:
         """What a supervisor does at the start, for ranks that have none."""
         run_dir.create()
-        lock = LiveLock(run_dir, myself())
-        lock.acquire()
-        self.lock = lock
-        threading.Thread(target=_beat, args=(lock,), daemon=True).start()
+        self.holding.enter_context(LiveLock(run_dir, myself()).held())
         write_atomically(run_dir.run_yaml, dump(config).encode())
         job = os.environ.get("SLURM_JOB_ID")
         return run_dir.begin_attempt(host=self.world.host, job_id=job, ranks=self.world.size, **facts.of_run())
@@ -234,8 +231,7 @@ class Session:
             if len(words) == self.world.size and all(word.ending is not Ending.RUNNING for word in words):
                 merge(self.run_dir, number, words, verdict)
             self.run_dir.end_attempt(number, verdict=verdict, hosts=sorted({word.host for word in words}))
-        if self.lock is not None:
-            self.lock.release()
+        self.holding.close()
 
 
 def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
@@ -308,9 +304,3 @@ def _place(error: BaseException) -> str:
 def _own_channel(world: World) -> Group:
     comm = world.everyone.comm
     return Group("errors", comm.Dup() if comm is not None else None)
-
-
-def _beat(lock: LiveLock) -> None:
-    while True:
-        time.sleep(BEAT_S)
-        lock.beat()

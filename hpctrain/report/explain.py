@@ -139,7 +139,11 @@ PATTERNS: Sequence[tuple[str, str, str]] = (
     ("damaged_checkpoint", r"checkpoints?\b.*(damaged|none is sound|checksum)", "No sound checkpoint was found"),
     ("horovod", r"Horovod (is not installed|and mpi4py)|horovod\.\w+ cannot be", "Horovod cannot be used"),
     ("out_of_memory", r"out of memory|OutOfMemory|MemoryError|Cannot allocate", "Memory ran out"),
-    ("in_use", r"in use by another live run|replaced by attempt", "Another live run holds the run folder"),
+    (
+        "in_use",
+        r"in use by another live run|been (replaced|taken over) by",
+        "Another live run holds the run folder",
+    ),
     ("read_only", r"Read-only file system", "A file system cannot be written"),
     ("preflight", r"^preflight: ", "The job's own checks before the start found a fault"),
 )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hpctrain.config import Config
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.launch.live_lock import TO_SUBMIT, LiveLock, myself
 from hpctrain.launch.slurm import client, submission
 from hpctrain.launch.slurm.commands import show
 from hpctrain.run_dir import RunDir
@@ -50,10 +51,12 @@ def submit(args: argparse.Namespace) -> int:
         show(args, said, [planned.script, f"# would run: {command}"])
         return ExitCode.DONE
     client.find("sbatch")
-    submission.refuse_second(folder)
-    submission.write(planned)
-    past = submission.submissions(folder)
-    ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and resumes else None)
+    folder.create()
+    with LiveLock(folder, myself(), TO_SUBMIT).held():  # until the job is noted, where the next one looks for it
+        submission.refuse_second(folder)
+        submission.write(planned)
+        past = submission.submissions(folder)
+        ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and resumes else None)
     said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
     text = [f"submitted job {', '.join(ids)}: {_shape(planned)}", f"  run folder {folder.path}"]
     show(args, said, ids[-1:] if args.parsable else text)
