@@ -148,8 +148,10 @@ def export(args: argparse.Namespace) -> int:
 
 def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
+    from hpctrain.build import make_weights
     from hpctrain.checkpoint.export import replace_whole, weights
     from hpctrain.comm.world import alone
+    from hpctrain.data import open_dataset
     from hpctrain.task import KerasTask
     from hpctrain.task_loader import load_task
 
@@ -159,6 +161,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     task = load_task(config["task"], config["task_args"], alone(), config["seed"], config["train"]["precision"])
     if not isinstance(task, KerasTask):
         raise UserError(f"{config['task']} is not a Keras task", "export it to a .pt or .safetensors file")
+    make_weights(task, lambda: open_dataset(task.train), config["seed"])
     from hpctrain.frameworks.tensorflow_export import export_keras
 
     arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}

@@ -276,10 +276,9 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
     if not task.model.built:
-        raise UserError(
-            "the Keras model has no weights yet",
-            "begin it with keras.Input(shape), or call model.build(shape) in the task",
-        )
+        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
+    if not task.model.trainable_variables:
+        raise UserError("the Keras model has no weight to train", "leave some layers trainable")
     double = [variable.path for variable in task.model.trainable_variables if variable.dtype == "float64"]
     if double:
         raise UserError(
