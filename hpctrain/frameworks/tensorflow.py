@@ -75,7 +75,7 @@ class KerasFramework:
             UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
                 models differ, or the reducer that the configuration names cannot be had.
         """
-        refuse_what_cannot_work(task, config)
+        refuse_what_cannot_work(task, config, world.data.size)
         require_own_gpu(world.local_size)
         self.task = task
         self.world = world
@@ -268,7 +268,7 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(optimizer.learning_rate)
 
 
-def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
+def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None:
     """Raises UserError where training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
@@ -290,6 +290,12 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             "the optimizer is a LossScaleOptimizer",
             "give the inner one: train.precision: fp16 scales the loss by itself",
         )
+    for layer in task.model._flatten_layers():
+        if ranks > 1 and isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise UserError(
+                f"{layer.path} has synchronized=True, but statistics are each rank's own",
+                "leave synchronized out, or use GroupNormalization or LayerNormalization, which need no other rank",
+            )
     policy = POLICIES[config.train.precision]
     used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
     if config.train.precision != "fp32" and policy not in used:

@@ -29,7 +29,7 @@ from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.data.dataset import Samples
 from hpctrain.frameworks.loss_scale import LossScale
-from hpctrain.frameworks.torch_checks import require_scalar, require_trainable
+from hpctrain.frameworks.torch_checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch_device import pick_device, require_same_kind
 from hpctrain.frameworks.torch_state import (
     TorchTensor,
@@ -98,6 +98,7 @@ class TorchFramework:
         self.model: torch.nn.Module = task.model
         self.optimizer: torch.optim.Optimizer = task.optimizer
         require_trainable(self.model, self.optimizer, train.channels_last, train.ema_decay is not None)
+        require_own_statistics(self.model, world.data.size)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
         if self.optimizer.state and self.device.type != "cpu":  # Adagrad's is there from the start, on the CPU
