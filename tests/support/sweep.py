@@ -14,12 +14,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.group import Group
+from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.data.order import part_of
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed, UserError
 
-UPDATES, SAMPLES = 3, 5
-"""Global batches and their size: the parts of 2 and of 4 ranks differ."""
+UPDATES, SAMPLES = 3, 9
+"""Global batches and their size: the parts of 2 and of 4 ranks differ, and none has fewer than 2 samples."""
+PATIENCE_S = 60.0
+"""For the other ranks where this one has crashed: where they have not, they wait for it in an exchange."""
 
 Batch = dict[str, NDArray[Any]]
 Weights = list[NDArray[np.float64]]
@@ -82,15 +84,27 @@ def sweep(
 def _train(
     problem: Problem, group: Group, train: Callable[[Problem], tuple[Weights, Weights]]
 ) -> tuple[Found, Weights]:
+    found, before, after = Found(problem.accuracy), [], []
     try:
         before, after = train(problem)
     except UserError as error:
-        return Found(problem.accuracy, refusal=str(error)), []
+        found = replace(found, refusal=str(error))
     except Exception:
-        return Found(problem.accuracy, crash=traceback.format_exc()), []
-    digests = group.allgather([weight.tobytes().hex() for weight in after], "compare the weights")
+        found = replace(found, crash=traceback.format_exc())
+    mine = [found.refusal, [weight.tobytes().hex() for weight in after]]
+    everywhere = _together(group, mine, found.crash)
     moved = any(not np.array_equal(old, new) for old, new in zip(before, after, strict=True))
-    return Found(problem.accuracy, equal=all(digest == digests[0] for digest in digests), moved=moved), after
+    return replace(found, equal=all(each == everywhere[0] for each in everywhere), moved=moved), after
+
+
+def _together(group: Group, value: Any, crash: str | None) -> list[Any]:
+    """The values of all ranks; ends them all where this one alone has crashed."""
+    try:
+        return group.allgather(value, "compare the weights", PATIENCE_S if crash else TIMEOUT_S)
+    except RunFailed:
+        print(crash, file=sys.stderr, flush=True)
+        group.comm.Abort(1)  # type: ignore[union-attr]
+        raise
 
 
 def _compare(problem: Problem, found: Found, after: Weights, exact: Callable[[Problem], Weights]) -> Found:
