@@ -157,9 +157,11 @@ def export(args: argparse.Namespace) -> int:
 
 def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
+    from hpctrain.build import make_weights
     from hpctrain.checkpoint.export import replace_whole, weights
     from hpctrain.checkpoint.manifest import Reader
     from hpctrain.comm.world import alone
+    from hpctrain.data import open_dataset
     from hpctrain.task import KerasTask
     from hpctrain.task_loader import load_task
 
@@ -173,6 +175,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     task = load_task(name, arguments, alone(), seed, precision)
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
+    make_weights(task, lambda: open_dataset(task.train), seed)
     from hpctrain.frameworks.tensorflow_export import export_keras
 
     arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}

@@ -75,7 +75,7 @@ class KerasFramework:
             UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
                 models differ, or the reducer that the configuration names cannot be had.
         """
-        refuse_what_cannot_work(task, config)
+        refuse_what_cannot_work(task, config, world.data.size)
         require_own_gpu(world.local_size)
         self.task = task
         self.world = world
@@ -276,7 +276,7 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(optimizer.learning_rate)
 
 
-def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
+def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None:
     """Raises UserError where training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
@@ -284,10 +284,9 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
     if not task.model.built:
-        raise UserError(
-            "the Keras model has no weights yet",
-            "begin it with keras.Input(shape), or call model.build(shape) in the task",
-        )
+        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
+    if not task.model.trainable_variables:
+        raise UserError("the Keras model has no weight to train", "leave some layers trainable")
     double = [variable.path for variable in task.model.trainable_variables if variable.dtype == "float64"]
     if double:
         raise UserError(
@@ -299,6 +298,12 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             "the optimizer is a LossScaleOptimizer",
             "give the inner one: train.precision: fp16 scales the loss by itself",
         )
+    for layer in task.model._flatten_layers():
+        if ranks > 1 and isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise UserError(
+                f"{layer.path} has synchronized=True, but statistics are each rank's own",
+                "leave synchronized out, or use GroupNormalization or LayerNormalization, which need no other rank",
+            )
     policy = POLICIES[config.train.precision]
     used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
     if config.train.precision != "fp32" and policy not in used:

@@ -30,7 +30,7 @@ from hpctrain.comm.world import World
 from hpctrain.config import Config
 from hpctrain.data.dataset import Samples
 from hpctrain.frameworks.loss_scale import LossScale
-from hpctrain.frameworks.torch_checks import require_scalar, require_trainable
+from hpctrain.frameworks.torch_checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch_device import pick_device, require_same_kind
 from hpctrain.frameworks.torch_holdings import Holdings
 from hpctrain.frameworks.torch_optimizer import OptimizerState
@@ -100,6 +100,7 @@ class TorchFramework:
         parts = self.holdings.parts()
         optimizers = [part.optimizer for part in parts]
         require_trainable(self.model, optimizers, train.channels_last, train.ema_decay is not None)
+        require_own_statistics(self.model, world.data.size)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
         require_same_model(world.data, self.model)
