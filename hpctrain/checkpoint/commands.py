@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.reading import Loaded
@@ -176,7 +177,7 @@ def load(path: str, step: int | None = None) -> Loaded:
 def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) -> None:
     """JSON, or lines for people."""
     if args.json:
-        print(json.dumps(rows))
+        foreign_text.show(json.dumps(rows))
         return
     for line in lines:
-        print(line)
+        foreign_text.show(line)

@@ -16,9 +16,13 @@ from typing import Any
 from hpctrain.errors import UserError
 from hpctrain.launch.processes import birth, is_alive, machine
 from hpctrain.run_dir import RunDir, create_exclusively
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import is_count, is_time, typed
 
 BEAT_S = 10.0
 """Seconds between two signs of life in the lock file."""
+MOST_BYTES = 1 << 16
+"""Of a lock file."""
 STALE_S = 60.0
 """Silence after which a holder whose process cannot be looked at counts as dead."""
 
@@ -105,11 +109,20 @@ class LiveLock:
             self.run_dir.lock_file.unlink(missing_ok=True)
 
 
+lock_of = typed(
+    {
+        **{"host": str, "pid": is_count, "birth": float, "machine": str, "job": (str, None)},
+        **{"restarts": is_count, "since": is_time, "cluster": (str, None)},
+    }
+)
+"""The content of a lock file; None for a value that cannot be that."""
+
+
 def read(path: Path) -> Holder | None:
     """The holder of a lock file; none where there is no lock, or it is still empty or damaged."""
     try:
-        saved: dict[str, Any] = json.loads(path.read_bytes())
-        return Holder(**saved)
+        saved: dict[str, Any] | None = lock_of(safe_read.read_json(path, MOST_BYTES))
+        return None if saved is None else Holder(**saved)
     except (OSError, ValueError, TypeError):
         return None
 
