@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain import events
 from hpctrain.errors import Replaced, RunFailed, UserError
+from hpctrain.run_documents import info_of, is_words
+from hpctrain.system import foreign_text, safe_read
 
 if TYPE_CHECKING:
     from hpctrain.config import Config
@@ -26,6 +28,9 @@ ATTEMPT = "HPCTRAIN_ATTEMPT"
 """Environment variable that tells a rank which attempt it belongs to."""
 RUN_DIR = "HPCTRAIN_RUN_DIR"
 """Environment variable that tells a rank its run folder; set where a supervisor watches."""
+
+MOST_STOP_BYTES = 1024
+"""Of a STOP file, which says who asks."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +131,15 @@ class RunDir:
             UserError: it is damaged.
         """
         try:
-            info = json.loads(self.run_json.read_bytes())
-            if not _is_info(info):
+            info = info_of(safe_read.read_json(self.run_json))
+            if info is None:
                 raise ValueError("its fields are not of the types that they should be")
         except FileNotFoundError:
             return {}
-        except ValueError as error:
+        except (ValueError, safe_read.NotPlain, safe_read.TooLarge) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             fix = f"remove it: the next attempt writes it again from what {self.numbers.folder} holds"
-            raise UserError(f"{self.run_json} is damaged: {error}", fix) from error
+            raise UserError(f"{self.run_json} is damaged: {why}", fix) from error
         return info
 
     def update(self, **fields: Any) -> dict[str, Any]:
@@ -192,8 +198,9 @@ class RunDir:
     def stop_requested_by(self) -> str | None:
         """Who asked the run to stop, none if nobody did. An empty STOP file was made by a person."""
         try:
-            return self.stop_file.read_text(errors="replace").strip() or "STOP file"
-        except PermissionError:  # somebody's who shares nothing that he makes
+            said = safe_read.head(self.stop_file, MOST_STOP_BYTES).decode(errors="replace")
+            return foreign_text.line(said).strip() or "STOP file"
+        except (PermissionError, safe_read.NotPlain):  # somebody's who shares nothing that he makes, or a folder
             return "STOP file"
         except OSError:  # there is none, or a file server does not tell now
             return None
@@ -215,17 +222,18 @@ class RunDir:
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events of the run by time: both files merged, torn lines dropped, repeated steps resolved."""
-        found = []
+        found: list[events.Event] = []
         for path in (self.events, self.monitor_events):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found += events.decode(path.read_bytes())
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
+                found += events.Decoder().events(safe_read.lines(path))
         return events.resolve(found)
 
     def read_words(self, attempt: int) -> dict[str, Any]:
         """The merged last words of an attempt; empty where there are none."""
         try:
-            return dict(json.loads(self.words(attempt).read_bytes()))
-        except (FileNotFoundError, ValueError):
+            words: dict[str, Any] = safe_read.read_json(self.words(attempt))
+            return words if is_words(words) else {}
+        except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
             return {}
 
     def _note(self, attempt: int, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,14 +339,6 @@ def current_attempt() -> int:
     return int(os.environ.get(ATTEMPT) or 1)
 
 
-def _is_info(value: Any) -> bool:
-    """Whether this can be the content of run.json."""
-    if not isinstance(value, dict) or not isinstance(value.get("fence", 0), int):
-        return False
-    entries = value.get("attempts", [])
-    return isinstance(entries, list) and all(isinstance(e, dict) and isinstance(e.get("attempt"), int) for e in entries)
-
-
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
@@ -350,8 +350,8 @@ def _object(value: Any) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any]:
     """Empty where there is none yet, or a crash has torn it."""
     try:
-        return _object(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError):
+        return _object(safe_read.read_json(path))
+    except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
         return {}
 
 

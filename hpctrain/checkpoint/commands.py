@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.reading import Loaded
@@ -193,8 +193,7 @@ def load(path: str, step: int | None = None) -> Loaded:
 def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) -> None:
     """JSON, or lines for people."""
     if args.json:
-        print(json.dumps(rows))
+        foreign_text.show(json.dumps(rows))
         return
-    encoding = sys.stdout.encoding or "utf-8"
     for line in lines:
-        print(line.encode(encoding, "backslashreplace").decode(encoding))  # names and messages may hold any character
+        foreign_text.show(line)

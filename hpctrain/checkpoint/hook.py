@@ -23,6 +23,7 @@ from hpctrain.checkpoint.shard import host_buffer
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.run_dir import RunDir, current_attempt
+from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -214,7 +215,7 @@ class CheckpointHook(BaseHook):
         if self.store.group.rank == 0:
             with suppress(OSError):  # the job's output may be on the disk that is full
                 for line in told(event, step, fields):
-                    print(line, flush=True)
+                    foreign_text.show(line)
             self.report(event, step, **fields)
 
 

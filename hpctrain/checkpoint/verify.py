@@ -7,7 +7,6 @@ somebody who means harm, can hang or crash libhdf5. So another process lets it l
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from hpctrain.checkpoint.shard import read_shard
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.data.hdf5_files import own_dataset
 from hpctrain.errors import UserError
+from hpctrain.system import foreign_text, python
 
 LOOK_S = 30.0
 """How long libhdf5 may look at the names in a checkpoint, beside DATASET_S for each."""
@@ -70,16 +70,14 @@ def verify(store: CheckpointStore, step: int) -> Verdict:
 def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:
     """What another process finds wrong with these shards, whose checksums must be right."""
     limit_s = LOOK_S + DATASET_S * sum(len(manifest.shards[index].pieces) for index in indices)
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [str(folder.absolute()), str(manifest.step), *map(str, indices)]
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "hpctrain.checkpoint.verify", *words],
+            python.module("hpctrain.checkpoint.verify", *words),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=limit_s,
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={**python.environment(), "OPENBLAS_NUM_THREADS": "1"},
         )
         output, ending = done.stdout, how_it_ended(done)
     except subprocess.TimeoutExpired as error:
@@ -103,7 +101,7 @@ def look(folder: Path, step: int, indices: Sequence[int]) -> None:
     manifest = manifest_file.read(folder, step)
     for index in indices:
         shard = manifest.shards[index]
-        print(json.dumps(shard_problems(folder / shard.file, shard)), flush=True)
+        foreign_text.show(json.dumps(shard_problems(folder / shard.file, shard)))
 
 
 def shard_problems(path: Path, shard: Shard) -> list[str]:

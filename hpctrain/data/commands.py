@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.pack.read import NAMES
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,10 +100,12 @@ def run_pack(args: argparse.Namespace) -> int:
     ]
     num_bytes = args.output.stat().st_size
     if args.json:
-        print(json.dumps({"path": str(args.output), "samples": source.length, "bytes": num_bytes, "fields": arrays}))
+        foreign_text.show(
+            json.dumps({"path": str(args.output), "samples": source.length, "bytes": num_bytes, "fields": arrays})
+        )
     else:
         listed = ", ".join(f"{array['name']} {array['dtype']}{array['shape'] or ''}" for array in arrays)
-        print(f"{args.output}: {source.length} samples of {listed}; {num_bytes / 1e6:.1f} MB")
+        foreign_text.show(f"{args.output}: {source.length} samples of {listed}; {num_bytes / 1e6:.1f} MB")
     return ExitCode.DONE
 
 
@@ -112,7 +115,7 @@ def run_info(args: argparse.Namespace) -> int:
 
     about = describe(args.file, args.seconds, args.allow_outside)
     if args.json:
-        print(json.dumps(about))
+        foreign_text.show(json.dumps(about))
     else:
         print_info(about)
     return ExitCode.DONE
@@ -121,11 +124,14 @@ def run_info(args: argparse.Namespace) -> int:
 def print_info(about: Mapping[str, Any]) -> None:
     """As a table."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("array", "dtype", "shape of a sample", "layout", title=about["source"], title_justify="left")
+    title = escape(foreign_text.line(about["source"]))
+    table = Table("array", "dtype", "shape of a sample", "layout", title=title, title_justify="left")
     for field in about["fields"]:
-        table.add_row(field["name"], field["dtype"], " x ".join(map(str, field["shape"])) or "scalar", field["layout"])
+        shape = " x ".join(map(str, field["shape"])) or "scalar"
+        table.add_row(*map(foreign_text.line, (field["name"], field["dtype"], shape, field["layout"])))
     console = Console(soft_wrap=True, markup=False)
     console.print(table)
     files = f" in {about['files']} files" if about["files"] > 1 else ""
@@ -135,7 +141,7 @@ def print_info(about: Mapping[str, Any]) -> None:
         speed = about[way]
         console.print(f"{way:<12} {speed['samples_per_s']:,.0f} samples/s, {speed['bytes_per_s'] / 1e6:,.0f} MB/s")
     for hint in about["hints"]:
-        console.print(f"hint: {hint}")
+        console.print(f"hint: {foreign_text.line(hint)}")
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:

@@ -19,9 +19,13 @@ from pathlib import Path
 from hpctrain.errors import Replaced, RunFailed, UserError
 from hpctrain.launch.processes import birth, is_alive, machine
 from hpctrain.run_dir import RunDir, Tickets, create_exclusively, write_atomically
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import is_count, is_time, typed
 
 BEAT_S = 10.0
 """Seconds between two signs of life in the lock file."""
+MOST_BYTES = 1 << 16
+"""Of a lock file."""
 STALE_S = 60.0
 """Silence after which a holder whose process cannot be looked at counts as dead."""
 TORN_S = 1.0
@@ -201,10 +205,14 @@ class LiveLock:
 
     def _show(self) -> None:
         """Touches the lock file where it is this holder's, and makes it so where it is not."""
-        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
-            if _decode(file.read()) == self.holder:
-                os.utime(file.fileno())
-                return
+        with contextlib.suppress(FileNotFoundError):
+            handle = safe_read.open_plain(self.file)
+            try:
+                if _decode(os.read(handle, MOST_BYTES)) == self.holder:
+                    os.utime(handle)
+                    return
+            finally:
+                os.close(handle)
         write_atomically(self.file, _encode(self.holder))
 
     def _released(self, number: int) -> Path:
@@ -214,10 +222,19 @@ class LiveLock:
         return self._released(number).exists()
 
 
+lock_of = typed(
+    {
+        **{"host": str, "pid": is_count, "birth": float, "machine": str, "job": (str, None)},
+        **{"restarts": is_count, "since": is_time, "cluster": (str, None)},
+    }
+)
+"""The content of a lock file; None for a value that cannot be that."""
+
+
 def read(path: Path) -> Holder | None:
     """The holder in a lock file or ticket; none where there is no such file, or it is still empty or damaged."""
     try:
-        return _decode(path.read_bytes())
+        return _decode(safe_read.read(path, MOST_BYTES))
     except OSError:
         return None
 
@@ -268,7 +285,8 @@ def _encode(holder: Holder) -> bytes:
 
 def _decode(content: bytes) -> Holder | None:
     try:
-        return Holder(**json.loads(content))
+        saved = lock_of(safe_read.parse_json(content))
+        return None if saved is None else Holder(**saved)
     except (ValueError, TypeError):
         return None
 

@@ -18,6 +18,7 @@ from hpctrain.launch.supervisor import Launch, Limits, supervise
 from hpctrain.launch.threads import thread_environment, threads_per_rank, usable_cores
 from hpctrain.launch.verdict import Verdict
 from hpctrain.run_dir import RunDir
+from hpctrain.system import python
 
 
 def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = False) -> Verdict:
@@ -43,7 +44,7 @@ def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = F
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
     if mpirun is not None:
         environment |= launcher_environment(mpirun.flavour, ranks > cores, os.environ)
-    command = [sys.executable, "-m", "hpctrain", *rank_words]
+    command = python.module("hpctrain", *rank_words)
     if config.launch.command:
         command = [*plain_command(), *config.launch.command]
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
@@ -76,4 +77,4 @@ def rank_environment(
 
 def plain_command() -> list[str]:
     """The words before a command that is not ours."""
-    return [sys.executable, "-m", "hpctrain.launch.command_rank"]
+    return python.module("hpctrain.launch.command_rank")

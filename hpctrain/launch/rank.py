@@ -26,6 +26,7 @@ from hpctrain.launch.output import quiet_environment, redirect
 from hpctrain.launch.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.launch.verdict import decide
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, create_exclusively, current_attempt, write_atomically
+from hpctrain.system import foreign_text
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
@@ -183,7 +184,7 @@ class Session:
         unexpected = not isinstance(error, HpctrainError)
         if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
             with contextlib.suppress(OSError):  # the log's disk may be full, and the others must still be ended
-                print(trace, file=sys.stderr, flush=True)
+                foreign_text.show(trace, sys.stderr)
         if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
             first = lowest_failing(told)
         if not self.supervised and self.shows(first):
@@ -218,7 +219,7 @@ class Session:
     def write(self, descriptor: int, text: str) -> None:
         """That it cannot be told ends nothing."""
         with contextlib.suppress(OSError):
-            os.write(descriptor, f"hpctrain: {text}\n".encode())
+            os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 
     def conclude(self) -> None:
         """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +74,9 @@ def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
     (run_dir.checkpoints / "step-000000012").mkdir()
     (run_dir.checkpoints / "step-000000012" / "manifest.json").write_text("{}")
     (run_dir.checkpoints / "step-000000099").mkdir()
-    run_dir.end_attempt(1, verdict="done")
+    run_dir.end_attempt(1, verdict={"action": "done"})
     entry = run_dir.attempts()[0]
-    assert (entry["from_step"], entry["to_step"], entry["verdict"]) == (None, 12, "done")
+    assert (entry["from_step"], entry["to_step"], entry["verdict"]) == (None, 12, {"action": "done"})
 
 
 def test_events_of_both_files_come_merged_by_time(run_dir):
@@ -127,10 +126,10 @@ def test_a_full_disk_ends_clearly(run_dir, monkeypatch):
 
 @pytest.mark.parametrize(("error", "expected"), [(errno.EACCES, "STOP file"), (errno.ESTALE, None), (errno.EIO, None)])
 def test_a_stop_file_that_cannot_be_read_ends_no_supervisor(run_dir, monkeypatch, error, expected):
-    def refused(*_: object, **__: object) -> str:
+    def refused(*_: object, **__: object) -> int:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(os, "open", refused)
     assert run_dir.stop_requested_by() == expected
 
 

@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.system import foreign_text
+
 FUNCTIONS = {
     "render": "submitting:render",
     "submit": "submitting:submit",
@@ -59,4 +61,4 @@ def run(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace, data: Any, text: Sequence[str]) -> None:
     """Prints one of the two."""
-    print(json.dumps(data) if args.json else "\n".join(text))
+    foreign_text.show(json.dumps(data) if args.json else "\n".join(text))

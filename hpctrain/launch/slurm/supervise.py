@@ -26,6 +26,7 @@ from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.launch.threads import threads_per_rank
 from hpctrain.launch.verdict import NODE, PREFLIGHT, REPLACED, Action, Verdict
 from hpctrain.run_dir import ATTEMPT, RUN_DIR, RunDir, is_signal, write_atomically
+from hpctrain.system import python
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""
@@ -137,7 +138,8 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     if config.task:
         quiet = ["--verbose"] if verbose else []
         wrap = config.launch.slurm.wrap
-        command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *quiet]
+        rank = python.module("hpctrain", "train", str(run_dir.run_yaml), *quiet, interpreter=prepared.python)
+        command = [*wrap, *rank]
     else:
         command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
     given = config.train.threads or config.launch.slurm.cpus_per_rank

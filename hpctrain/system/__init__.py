@@ -1,0 +1,1 @@
+"""Processes, memory, files and terminals of this machine."""
