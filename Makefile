@@ -1,7 +1,7 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then run every test (those for Slurm and GPUs where there are some)
 # make check  before every commit: style, types, unit tests; under a minute
-# make torture  kill ranks 200 times at random moments, and resume; half an hour
+# make torture  kill ranks 200 times at random moments, and resume; train every layer on 4 ranks; half an hour
 # make bench  measure on this machine what the documentation states
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
@@ -30,6 +30,7 @@ lint: setup-dev
 
 torture: setup-dev
 	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py
+	HPCTRAIN_SWEEP_RANKS=4 $(BIN)/python -m pytest -q tests/dist/test_sweep.py
 
 bench: setup-dev
 	for name in step reduce data checkpoint straggler; do $(BIN)/hpctrain bench $$name || exit; done

@@ -1,8 +1,28 @@
-"""``python -m hpctrain``."""
+"""``python -m hpctrain``, and the program ``hpctrain``."""
 
+import os
 import sys
 
-from hpctrain.cli import main
+
+def leave_current_folder() -> None:
+    """Drops empty entries of PYTHONPATH, which Python takes for the current folder, before anything else is imported.
+
+    They come of ``PYTHONPATH=/some/folder:$PYTHONPATH`` where it was not set. Tasks are found there all the same.
+    """
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    named = [folder for folder in given if folder]
+    if given == [""] or named == given:
+        return
+    os.environ["PYTHONPATH"] = os.pathsep.join(named)
+    if os.getcwd() not in map(os.path.abspath, named):
+        sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+
+
+leave_current_folder()
+
+from hpctrain.cli import main  # noqa: E402
+from hpctrain.system import python  # noqa: E402
 
 if __name__ == "__main__":
+    python.stay_findable()
     sys.exit(main())

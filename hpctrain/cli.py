@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import hpctrain
 from hpctrain.errors import ExitCode, HpctrainError, UserError
+from hpctrain.system import foreign_text
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except HpctrainError as error:
-        print(f"hpctrain: {error}", file=sys.stderr)
+        foreign_text.show(f"hpctrain: {error}", sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()
         return ExitCode.DONE
     except PermissionError as error:  # somebody else's run, most often
         fix = "ask its owner for the permission, or name another path"
-        print(f"hpctrain: {error.filename}: {error.strerror}\n  fix: {fix}", file=sys.stderr)
+        foreign_text.show(f"hpctrain: {error.filename}: {error.strerror}\n  fix: {fix}", sys.stderr)
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         return 130

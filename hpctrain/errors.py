@@ -17,7 +17,7 @@ class ExitCode(enum.IntEnum):
     STOPPED = 75
     """Stopped on request with a checkpoint: run the same command again to go on."""
     DO_NOT_REQUEUE = 76
-    """A repeated failure, or an attempt without progress: running again would waste the allocation."""
+    """A repeated failure, or no progress: running again would waste the allocation. Or a newer attempt goes on."""
 
 
 class HpctrainError(Exception):
@@ -51,6 +51,18 @@ class NoRequeue(HpctrainError):
     """The run broke in a way that running again will not cure: exit code 76."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
+
+
+class Replaced(NoRequeue):
+    """A newer attempt at the run, or another process, has taken over: this one must not write any more. Exit code 76.
+
+    Raised only where that was seen: a file server that does not answer is no reason.
+    """
+
+    def __init__(
+        self, what: str, fix: str = "nothing to do: the newer attempt resumes from the last checkpoint"
+    ) -> None:
+        super().__init__(what, fix)
 
 
 class MissingExtra(UserError):

@@ -28,6 +28,7 @@ from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.commands.bench import existing_folder
 from hpctrain.errors import ExitCode
+from hpctrain.system import foreign_text
 
 Arrays = Mapping[str, NDArray[np.float32]]
 COUNTS = (160, 5000)
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             rows += [{"state": label, **row} for row in measure(arrays, Path(folder), args.rounds)]
             rows.append({"state": label, "what": "memory", **growth})
     if args.json:
-        print(json.dumps(rows))
+        foreign_text.show(json.dumps(rows))
     else:
         print_table(rows)
     return ExitCode.DONE
@@ -203,11 +204,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for one in rows:
         if one["state"] != state:
             state = one["state"]
-            print(f"{state}\n  {'':28}{'seconds':>10}{'MB/s':>8}  speed beside")
+            foreign_text.show(f"{state}\n  {'':28}{'seconds':>10}{'MB/s':>8}  speed beside")
         if one["what"] == "memory":
-            print(
+            foreign_text.show(
                 f"  memory over {one['saves']} saves, beyond one copy of the state: {one['beyond_one_copy_mb']:.0f} MB"
             )
             continue
         beside = f"  {one['speed_ratio']:.2f} x {one['baseline']}" if "baseline" in one else ""
-        print(f"  {one['what']:28}{one['seconds']:>10.4f}{one['mb_per_s']:>8.0f}{beside}")
+        foreign_text.show(f"  {one['what']:28}{one['seconds']:>10.4f}{one['mb_per_s']:>8.0f}{beside}")

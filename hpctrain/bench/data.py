@@ -25,6 +25,7 @@ from hpctrain.data.order import Order
 from hpctrain.data.packing import from_dataset, write_hdf5
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
+from hpctrain.system import foreign_text
 
 Read = Callable[[NDArray[np.int64]], object]
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     slow = rates["h5py, one by one"]
     rows = [{"reader": name, "samples_per_s": rate, "ratio_to_h5py": rate / slow} for name, rate in rates.items()]
     if args.json:
-        print(json.dumps({"rows": rows, "waits": waits}))
+        foreign_text.show(json.dumps({"rows": rows, "waits": waits}))
     else:
         print_tables(rows, waits)
     return ExitCode.DONE

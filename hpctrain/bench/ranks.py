@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunFailed
+from hpctrain.system import python
 
 TIMEOUT_S = 1800
 ENDING_S = 10
@@ -37,7 +37,7 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         out = Path(folder, "rows.json")
         words = [word for pair in options.items() for word in pair]
-        command = [*prefix, sys.executable, "-m", module, *words, "--out", str(out)]
+        command = [*prefix, *python.module(module, *words, "--out", str(out))]
         with subprocess.Popen(
             command,
             env=environment,

@@ -7,6 +7,7 @@ import json
 
 from hpctrain.bench.ranks import on_ranks
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 WAYS = "mpi-node,mpi-flat,mpi-flat-fp16,horovod-flat,horovod-flat-fp16"
 
@@ -28,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     options = {"--sizes": args.sizes, "--ways": args.ways, "--rounds": str(args.rounds), "--steps": str(args.steps)}
     found = on_ranks("hpctrain.bench.torch_reduce", options, args.ranks)
     if args.json:
-        print(json.dumps({"rows": found}))
+        foreign_text.show(json.dumps({"rows": found}))
         return ExitCode.DONE
-    print(f"{'way':<20}{'MiB':>9}{'median ms':>12}{'GB/s':>8}")
+    foreign_text.show(f"{'way':<20}{'MiB':>9}{'median ms':>12}{'GB/s':>8}")
     for row in found:
-        print(f"{row['way']:<20}{row['mib']:>9.4g}{row['median_ms']:>12.3f}{row['gb_per_s']:>8.2f}")
+        foreign_text.show(f"{row['way']:<20}{row['mib']:>9.4g}{row['median_ms']:>12.3f}{row['gb_per_s']:>8.2f}")
     return ExitCode.DONE

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from hpctrain.bench.ranks import on_ranks
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 FRAMEWORKS = {"torch": "hpctrain.bench.torch_step", "tensorflow": "hpctrain.bench.tensorflow_step"}
 """Program of each framework; it is started on every rank with the same arguments and rank 0 writes the rows."""
@@ -89,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
         contenders = args.contenders.split(",") if args.contenders else list(CONTENDERS[framework])
         found += measure(framework, models, contenders, args.ranks, args.rounds, args.steps, args.compression)
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in found]}))
+        foreign_text.show(json.dumps({"rows": [asdict(row) for row in found]}))
     else:
-        print(table(found))
+        foreign_text.show(table(found))
     return ExitCode.DONE
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.errors import UserError
+
 BLOCK_BYTES = 8 << 20
 """Bytes of one system call."""
+NOT_A_FILE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV})
+"""Errors of opening what is no plain file."""
+REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""Errors that stay until somebody changes a permission or a mount."""
+
+
+class NotAPlainFile(OSError):
+    """A link, folder, pipe or device stands where a file should be."""
 
 
 def write_durably(path: Path, data: NDArray[np.uint8] | bytes) -> None:
@@ -53,7 +67,71 @@ def open_regular(path: Path) -> int:
         OSError: it is a link, folder, pipe or device, or cannot be read. Never waits for a pipe's other end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotAPlainFile(f"{path} is not a plain file")
+    except OSError:
         os.close(descriptor)
-        raise OSError(f"{path} is not a plain file")
+        raise
     return descriptor
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """Descriptor for reading a plain file of a checkpoint; errors of the body are judged as well.
+
+    Raises:
+        DamagedCheckpoint, UnreadableCheckpoint, UserError: see ``judged``.
+    """
+    try:
+        descriptor = open_regular(path)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except (OSError, MemoryError) as error:
+        raise judged(error, path) from error
+
+
+def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | UnreadableCheckpoint | UserError:
+    """The one place that tells what cannot be read now from what is damaged, and from what this user may not read."""
+    if not isinstance(error, OSError):
+        return UnreadableCheckpoint(f"{path} cannot be read now: it does not fit into memory")
+    if isinstance(error, NotAPlainFile) or error.errno in NOT_A_FILE:
+        return DamagedCheckpoint(f"{path} is not a plain file")
+    if error.errno in REFUSED:
+        return UserError(f"{path} cannot be read: {error.strerror}", "give the account of the run access to it")
+    if error.errno == errno.ENOENT and is_unlisted(path):
+        return DamagedCheckpoint(f"{path} is missing")
+    return UnreadableCheckpoint(f"{path} cannot be read now: {error.strerror or error}")
+
+
+def is_unlisted(path: Path) -> bool:
+    """Whether a file's folder can be listed without it: a file server may for a while deny a file that it has."""
+    try:
+        return path.name not in os.listdir(path.parent)
+    except OSError:
+        return False
+
+
+def is_absent(path: str | Path) -> bool:
+    """Whether the file system says that nothing has this name, rather than that it cannot tell."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return False
+
+
+def listed(path: Path) -> list[str]:
+    """Names in a folder; none where there is no folder.
+
+    Raises:
+        UnreadableCheckpoint, UserError: see ``judged``.
+    """
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise judged(error, path) from error

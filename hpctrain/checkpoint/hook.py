@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.identity import finite, identity_of, versions
 from hpctrain.checkpoint.policy import Cost, Policy, policy_of
@@ -23,6 +23,7 @@ from hpctrain.checkpoint.saver import Outcome, Saver, open_saver
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
 """What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
+
+PREPARATIONS = 2
+"""First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
+that could not be saved, because it changes where nobody sees it, is told before hours of training."""
 
 
 class CheckpointHook(BaseHook):
@@ -74,7 +79,7 @@ class CheckpointHook(BaseHook):
         self.last_s = time.monotonic()
         self.stall_s = 0.0
         self.saved_step: int | None = None
-        self.has_prepared = False
+        self.preparations = 0
         self.due = False
         self.is_best = False
         self.best_step: int | None = None
@@ -130,8 +135,8 @@ class CheckpointHook(BaseHook):
             self._begin(trainer)
             if self.config.mode == "sync":
                 self._settle(self.saver.finish())
-        elif not self.has_prepared:
-            self.has_prepared = True
+        elif self.preparations < PREPARATIONS:
+            self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
                 self.saver.prepare(trainer.framework.state())
         trainer.clock.mark(Phase.CHECKPOINT)
@@ -184,14 +189,13 @@ class CheckpointHook(BaseHook):
         self.stall_s = self.last_s - begin
 
     def _settle(self, outcome: Outcome | None) -> Any:
-        """Reports how a save ended; a failed one leaves the run going on, unless it was fenced off or is past help."""
+        """Reports how a save ended; a failed one leaves the run going on, unless that was replaced or is past help."""
         if outcome is None:
             return None
         path = str(outcome.path)
         if outcome.error:
             self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
-            self.store.fence()
-            return outcome.path_or_raise() if outcome.is_hopeless else outcome
+            return outcome.path_or_raise() if outcome.is_hopeless or outcome.is_replaced else outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}
@@ -211,7 +215,7 @@ class CheckpointHook(BaseHook):
         if self.store.group.rank == 0:
             with suppress(OSError):  # the job's output may be on the disk that is full
                 for line in told(event, step, fields):
-                    print(line, flush=True)
+                    foreign_text.show(line)
             self.report(event, step, **fields)
 
 
@@ -266,12 +270,17 @@ def writers(mode: str, world: World) -> list[int]:
 
 
 def best_steps(store: CheckpointStore) -> set[int]:
-    """The checkpoint that was the best one when it was saved last; at most one. Rank 0 knows it."""
+    """The checkpoint that was the best one when it was saved last, and newer ones that may be it. Rank 0 knows them."""
+    found: set[int] = set()
     for step in reversed(store.steps()) if store.group.rank == 0 else ():
-        with suppress(DamagedCheckpoint):
+        try:
             if store.manifest(step).meta.get("best"):
-                return {step}
-    return set()
+                return found | {step}
+        except DamagedCheckpoint:
+            continue
+        except (UnreadableCheckpoint, UserError):
+            found.add(step)
+    return found
 
 
 def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:

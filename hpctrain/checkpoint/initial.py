@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint.files import is_absent
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.locate import locate
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ def load_initial(source: str, framework: Framework) -> Match:
     Raises:
         UserError: the source is not there, or no name and shape agrees.
         DamagedCheckpoint: it is damaged.
+        UnreadableCheckpoint: it cannot be read now.
     """
     arrays, dtypes = weights_of(source)
     state = framework.state()
@@ -86,19 +90,16 @@ def load_initial(source: str, framework: Framework) -> Match:
 
 def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Model arrays and their logical types, by name without ``model/``. Every rank reads them by itself."""
-    if Path(source).is_dir():
+    if os.path.isdir(source):
         store, step = locate(source)
         loaded = store.load(step)
         model = {name for name in loaded.arrays if name.startswith(MODEL)}
         arrays, dtypes = {name: loaded.arrays[name] for name in model}, loaded.dtypes
+    elif is_absent(source):
+        raise UserError(f"{source} does not exist", "check checkpoint.init_from")
     else:
-        try:
-            arrays, dtypes = safetensors.read(Path(source))
-        except OSError as error:
-            raise UserError(
-                f"{source} cannot be read: {error.strerror or error}",
-                "check checkpoint.init_from",
-            ) from error
+        path = Path(os.path.realpath(source))  # the user's own word is followed, where a checkpoint's never is
+        arrays, dtypes = patiently(lambda: safetensors.read(path))
     plain = {name: name.removeprefix(MODEL) for name in arrays}
     return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +42,12 @@ class Difference:
 
 def numbers(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Values to calculate with: bfloat16 as float32, complex as magnitudes, others as float64."""
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" and array.dtype.kind == "u":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)
 
 
+@np.errstate(all="ignore")
 def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
     """A tensor at a glance."""
     values = numbers(array, dtype)
@@ -54,7 +56,10 @@ def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
     if finite.size == 0:
         return Summary(name, array.shape, dtype, None, None, None, nans, infinities)
     mean = float(finite.mean(dtype=np.float64))
-    return Summary(name, array.shape, dtype, float(finite.min()), mean, float(finite.max()), nans, infinities)
+    if not math.isfinite(mean):
+        mean = float((finite / finite.size).sum(dtype=np.float64))  # the sum itself is beyond the largest number
+    least, most = float(finite.min()), float(finite.max())
+    return Summary(name, array.shape, dtype, least, min(max(mean, least), most), most, nans, infinities)
 
 
 def summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
@@ -71,6 +76,7 @@ def differences(first: Loaded, second: Loaded) -> list[Difference]:
     return [difference for difference in found if difference]
 
 
+@np.errstate(all="ignore")
 def compare(name: str, first: Loaded, second: Loaded) -> Difference | None:
     """How one tensor differs, or None."""
     if name not in second.arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hpctrain.checkpoint.format.layout import STEP_FOLDER
@@ -20,7 +21,7 @@ def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | N
     if named:
         store, step = CheckpointStore(path.parent), int(named[1])
     else:
-        store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        store = CheckpointStore(path / "checkpoints" if os.path.isdir(path / "checkpoints") else path)
     steps = store.steps()
     if step is not None and step not in steps:
         raise UserError(f"{store.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Manifest, Shard, step_folder
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, MANIFEST_FILE, DamagedCheckpoint, Manifest, Shard, step_folder
 from hpctrain.checkpoint.format.shard import read_shard, view_of
+from hpctrain.checkpoint.patience import read_among
 from hpctrain.comm.group import Group
 
 RANDOM = "rng/"
@@ -52,19 +53,20 @@ def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
 
     Raises:
         DamagedCheckpoint: none is sound.
+        UnreadableCheckpoint: one cannot be read now, so that nobody knows whether it is sound.
     """
     rejected: list[Rejected] = []
     for step in steps:
         folder = path / step_folder(step)
-        manifest, images, problem = read_part(folder, step, group)
-        problems = [found for found in group.allgather(problem, f"verify {folder.name}") if found]
-        if not problems:
-            assert manifest is not None, "a checkpoint without a manifest has a problem"
-            arrays = share(manifest, images, group)
-            dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
-            return Loaded(step, folder, manifest.ranks, manifest.meta, arrays, dtypes, tuple(rejected))
-        del images
-        rejected.append(Rejected(step, problems[0]))
+        try:
+            manifest = read_manifest(folder, step, group)
+            images, holders = read_shards(folder, manifest.shards, group)
+        except DamagedCheckpoint as error:
+            rejected.append(Rejected(step, error.what))
+            continue
+        arrays = share(manifest, images, holders, group)
+        dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
+        return Loaded(step, folder, manifest.ranks, manifest.meta, arrays, dtypes, tuple(rejected))
     reasons = "; ".join(found.reason for found in rejected)
     fix = "restore the folder from a backup, or begin again with --fresh"
     raise DamagedCheckpoint(f"{path} has no sound checkpoint: {reasons}", fix)
@@ -74,23 +76,34 @@ Images = dict[int, NDArray[np.uint8]]
 """Shards in memory, by index."""
 
 
-def read_part(folder: Path, step: int, group: Group) -> tuple[Manifest | None, Images, str | None]:
-    """The manifest, this rank's part of the shards by index, and what is wrong with them."""
-    try:
-        manifest = manifest_file.read(folder, step)
-        mine = range(group.rank, len(manifest.shards), group.size)
-        return manifest, {index: read_shard(folder, manifest.shards[index]) for index in mine}, None
-    except (DamagedCheckpoint, MemoryError) as error:
-        return None, {}, getattr(error, "what", None) or "it does not fit into memory"
+def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
+    """The manifest, which one rank reads for all. Collective. Raises as ``read_among`` does."""
+    what = f"read the manifest of {folder.name}"
+    held, (holder,) = read_among(group, 1, lambda _: manifest_file.read_with_bytes(folder, step), what)
+    data, manifest = held.get(0, (b"", None))
+    received = np.empty(group.broadcast(len(data), what, root=holder), dtype=np.uint8)
+    received[:] = np.frombuffer(data, np.uint8) if manifest else 0
+    group.broadcast_array(received, what, root=holder)
+    return manifest or manifest_file.parse_of_step(received.tobytes(), folder / MANIFEST_FILE, step)
 
 
-def share(manifest: Manifest, images: Images, group: Group) -> dict[str, NDArray[Any]]:
-    """Arrays by name for this rank, from the shards that the ranks hold between them. Collective."""
+def read_shards(folder: Path, shards: Sequence[Shard], group: Group) -> tuple[Images, list[int]]:
+    """This rank's part of the shards, and which rank holds each. Collective. Raises as ``read_among`` does."""
+    return read_among(group, len(shards), lambda index: read_shard(folder, shards[index]), f"verify {folder.name}")
+
+
+def share(manifest: Manifest, images: Images, holders: Sequence[int], group: Group) -> dict[str, NDArray[Any]]:
+    """Arrays by name for this rank, from the shards that the ranks hold between them. Collective.
+
+    Args:
+        images: this rank's shards.
+        holders: for each shard the rank that holds it.
+    """
     arrays: dict[str, NDArray[Any]] = {}
     of_ranks: dict[str, dict[int, NDArray[Any]]] = {}
     for index, shard in enumerate(manifest.shards):
         image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
-        group.broadcast_array(image, f"send {shard.file}", root=index % group.size)
+        group.broadcast_array(image, f"send {shard.file}", root=holders[index])
         take(shard, image, arrays, of_ranks, group.rank if manifest.ranks == group.size else None)
     for name, values in of_ranks.items():
         if not name.startswith(RANDOM):
@@ -120,8 +133,11 @@ def take(
 
 
 def merged(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
-    """One value from those of another number of ranks: the mean of statistics, else one rank's in turn."""
+    """One value from those of another number of ranks: the one they agree on, the mean of statistics, else one's."""
     first = values[0]
-    if first.dtype.kind == "f" and all(value.shape == first.shape for value in values):
-        return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
+    if all(value.tobytes() == first.tobytes() for value in values[1:]):
+        return first
+    if first.dtype.kind == "f" and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
+        with np.errstate(all="ignore"):  # what was not finite stays so
+            return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
     return values[rank % len(values)]

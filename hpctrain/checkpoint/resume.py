@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.checkpoint.files import REFUSED, judged
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import flat, refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore
@@ -36,6 +39,7 @@ def resume(
     Raises:
         UserError: the run file asks for another run than the checkpoint's.
         DamagedCheckpoint: there are checkpoints, and none is sound.
+        UnreadableCheckpoint: one cannot be read now; it stays where it is.
     """
     steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
     if not steps:
@@ -43,11 +47,14 @@ def resume(
     loaded = store.load()
     if store.group.rank == 0:
         for rejected in loaded.rejected:
-            store.put_aside(rejected.step, "damaged")
+            with suppress(OSError):  # it is passed over again at the next resume
+                store.put_aside(rejected.step, "damaged")
     if "identity" not in loaded.meta or "state" not in loaded.meta:
         raise UserError(f"{loaded.path} is not of a training run", "choose another run_dir, or begin with --fresh")
     refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
     framework.load(loaded.arrays)
+    if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
+        framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     before, now = flat(loaded.meta["identity"]["config"]), flat(identity["config"])
     if any(before.get(key) != now.get(key) for key in BEST):
@@ -58,16 +65,21 @@ def resume(
 
 
 def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
-    """Sweeps, on rank 0; returns the steps to resume from. Raises UserError where the folder cannot be changed."""
-    try:
-        store.sweep()
-        if fresh:
-            for step in store.steps():
+    """Sweeps, on rank 0; returns the steps to resume from. Raises UserError where the folder may not be changed."""
+
+    def clear() -> None:
+        try:
+            store.sweep()
+            for step in store.steps() if fresh else ():
                 store.put_aside(step, "superseded")
-        return store.steps()
-    except OSError as error:
-        fix = "make the folder readable and writable, or set run_dir to another one"
-        raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise judged(error, store.path) from error
+            fix = "make the folder readable and writable, or set run_dir to another one"
+            raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
+
+    patiently(clear)
+    return store.steps()
 
 
 def load_weights(framework: Framework, store: CheckpointStore, step: int | None = None) -> Loaded:

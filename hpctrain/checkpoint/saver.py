@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format.partition import partition
 from hpctrain.checkpoint.format.shard import ShardImage, host_buffer, skeleton
 from hpctrain.checkpoint.store import CheckpointStore, leave_record
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError, NoRequeue, RunFailed
+from hpctrain.errors import HpctrainError, NoRequeue, Replaced, RunFailed
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 SPARE_BYTES = 16 << 20
@@ -62,9 +62,19 @@ class Outcome:
     """Why there is no checkpoint, naming ranks."""
     is_hopeless: bool = False
     """Whether the reason is one that a new attempt would come to as well."""
+    is_replaced: bool = False
+    """Whether the reason is that a newer attempt has begun."""
 
     def path_or_raise(self) -> Path:
-        """The checkpoint's folder. Raises RunFailed where the save failed, NoRequeue where that is hopeless."""
+        """The checkpoint's folder.
+
+        Raises:
+            Replaced: a newer attempt has begun.
+            NoRequeue: the save failed and would fail again.
+            RunFailed: the save failed.
+        """
+        if self.is_replaced:
+            raise Replaced(f"the checkpoint of step {self.step} was not written: {self.error}")
         if self.is_hopeless:
             raise NoRequeue(
                 f"the checkpoint of step {self.step} was not written: {self.error}",
@@ -93,6 +103,7 @@ class Job:
     """Of the background work of this stage on this rank."""
     error: str | None = None
     is_hopeless: bool = False
+    is_replaced: bool = False
 
 
 class Saver:
@@ -213,7 +224,7 @@ class Saver:
         if job is None or not least[0]:
             return None
         if not least[1] and job.stage is not Stage.ABANDONING:
-            job.error, job.is_hopeless = self._reasons(job)
+            job.error, job.is_hopeless, job.is_replaced = self._reasons(job)
             self._enter(job, Stage.ABANDONING, self.store.discard, job.partial)
             return None
         if job.stage is Stage.WRITING:
@@ -283,18 +294,29 @@ class Saver:
         if self.group.rank == 0 and not job.error:
             self.thread.submit(self._clear)
         seconds = time.monotonic() - job.begin
-        return Outcome(
-            job.step, self.store.folder(job.step), num_bytes, job.stall_s, seconds, job.error, job.is_hopeless
-        )
+        path, why = self.store.folder(job.step), (job.error, job.is_hopeless, job.is_replaced)
+        return Outcome(job.step, path, num_bytes, job.stall_s, seconds, *why)
 
-    def _reasons(self, job: Job) -> tuple[str, bool]:
-        """What went wrong on which ranks, and whether it would again. Collective."""
-        error = job.future.exception()
+    def _reasons(self, job: Job) -> tuple[str, bool, bool]:
+        """What went wrong on which ranks, whether it would again, and whether a newer attempt has begun. Collective."""
+        error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
-        told = [mine, isinstance(error, NoRequeue)] if error else None
+        told = [mine, isinstance(error, NoRequeue), isinstance(error, Replaced)] if error else None
         all_told = self.group.allgather(told, "say why the checkpoint failed")
         reasons = [f"rank {rank}: {each[0]}" for rank, each in enumerate(all_told) if each]
-        return "; ".join(reasons), any(each[1] for each in all_told if each)
+        hopeless, replaced = (any(each[place] for each in all_told if each) for place in (1, 2))
+        return "; ".join(reasons), hopeless, replaced
+
+    def _replacement(self) -> Replaced | None:
+        """On rank 0, the newer attempt that has begun, if any: it may have swept what was being written."""
+        try:
+            if self.group.rank == 0:
+                self.store.fence()
+        except Replaced as replaced:
+            return replaced
+        except OSError:  # that cannot be seen now
+            pass
+        return None
 
 
 def open_saver(

@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from hpctrain.checkpoint.files import make_durable_folder, sync_folder, write_durably
+from hpctrain.checkpoint.files import listed, make_durable_folder, sync_folder, write_durably
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format.layout import (
     MANIFEST_FILE,
@@ -22,6 +22,7 @@ from hpctrain.checkpoint.format.layout import (
     shard_file,
     step_folder,
 )
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded, load_newest
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.comm.group import Group
@@ -54,7 +55,7 @@ class CheckpointStore:
         path: the folder; made with its parents when the first checkpoint is saved.
         keep: what to remove after a save; nothing by default.
         group: ranks that save and load together, each of which then calls ``save`` and ``load``.
-        fence: called before each commit and each removal; raises where this process may no longer write.
+        fence: called before each commit and each removal; raises Replaced where this process may no longer write.
     """
 
     def __init__(
@@ -71,19 +72,21 @@ class CheckpointStore:
         self.saver: Any = None
 
     def steps(self) -> list[int]:
-        """Steps of all committed checkpoints, ascending. That they are sound is known after ``load`` or ``verify``."""
-        if not self.path.is_dir():
-            return []
-        matches = (STEP_FOLDER.fullmatch(entry.name) for entry in self.path.iterdir())
-        found = {int(match[1]) for match in matches if match}
-        return sorted(step for step in found if (self.folder(step) / MANIFEST_FILE).exists())
+        """Steps of all checkpoints, ascending. Whether they are sound is known after ``load`` or ``verify``.
+
+        Raises:
+            UnreadableCheckpoint, UserError: the folder cannot be listed.
+        """
+        names = set(patiently(lambda: listed(self.path)))
+        found = {int(match[1]) for match in map(STEP_FOLDER.fullmatch, names) if match}
+        return sorted(step for step in found if step_folder(step) in names)
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is or will be."""
         return self.path / step_folder(step)
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint consists of. Raises DamagedCheckpoint."""
+        """What a checkpoint consists of. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
         return manifest_file.read(self.folder(step), step)
 
     def save(
@@ -103,7 +106,8 @@ class CheckpointStore:
 
         Raises:
             UserError: names, types or ``meta`` cannot be stored.
-            RunFailed: it could not be written (disk full, I/O error, fenced off); older checkpoints are untouched.
+            RunFailed: it could not be written (disk full, I/O error); older checkpoints are untouched.
+            Replaced: a newer attempt has begun.
         """
         from hpctrain.checkpoint.saver import array_tensors, open_saver
 
@@ -125,6 +129,7 @@ class CheckpointStore:
         Raises:
             UserError: there is none.
             DamagedCheckpoint: none is sound; says why for each.
+            UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
         """
         steps = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if step is not None and step not in steps:
@@ -161,7 +166,12 @@ class CheckpointStore:
         if target.exists():
             os.rename(target, replaced)
             sync_folder(self.path)
-        os.rename(partial, target)
+        try:
+            os.rename(partial, target)
+        except OSError:  # a newer attempt has swept the partial checkpoint, and the one that is there is its own
+            if replaced.exists() and not target.exists():
+                os.rename(replaced, target)
+            raise
         sync_folder(self.path)
         if replaced.exists():
             self._delete(replaced)
@@ -188,13 +198,15 @@ class CheckpointStore:
     def sweep(self) -> list[str]:
         """Clears what killed processes left; returns the names. One process calls it, before it lists checkpoints.
 
-        A process of an older attempt that still writes finds its folder gone and cannot commit.
+        A process of an older attempt that still writes finds its folder gone and cannot commit. One that is to sweep
+        itself must not: the fence is asked before each removal.
         """
         if not self.path.is_dir():
             return []
         leftovers = sorted(entry for entry in self.path.iterdir() if entry.name.startswith((PARTIAL, TRASH, REPLACED)))
         leftovers = [entry for entry in leftovers if entry.is_dir() and not entry.is_symlink()]
         for entry in leftovers:
+            self.fence()
             target = self.path / entry.name.removeprefix(REPLACED).rpartition("-")[0]
             if entry.name.startswith(REPLACED) and not target.exists():
                 os.rename(entry, target)

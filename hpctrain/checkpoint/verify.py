@@ -1,15 +1,41 @@
-"""Is a checkpoint what was once written? One process reads all of it."""
+"""Is a checkpoint what was once written? One process reads all of it.
+
+A checksum says that bytes are those that were written, not that they make sense: a file made by another program, or by
+somebody who means harm, can hang or crash libhdf5. So another process lets it look, for a limited time.
+"""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import h5py
 
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard
+from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format.layout import (
+    ITEM_TYPES,
+    DamagedCheckpoint,
+    Manifest,
+    Shard,
+    StoredPiece,
+    UnreadableCheckpoint,
+)
 from hpctrain.checkpoint.format.shard import read_shard
+from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.data.formats.hdf5_files import own_dataset
+from hpctrain.errors import UserError
+from hpctrain.system import foreign_text, python
+
+LOOK_S = 30.0
+"""How long libhdf5 may look at the names in a checkpoint, beside DATASET_S for each."""
+DATASET_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -21,36 +47,95 @@ class Verdict:
     num_bytes: int
     problems: tuple[str, ...]
     """None if it is sound."""
+    readable: bool = True
+    """Whether it could be read; where it could not, nobody knows whether it is sound."""
 
 
 def verify(store: CheckpointStore, step: int) -> Verdict:
     """Checks manifest, sizes and checksums; then, on shards that are sound, that HDF5 sees what the manifest says."""
-    folder = store.folder(step)
+    folder, num_bytes = store.folder(step), 0
+    problems: list[str] = []
     try:
-        manifest = store.manifest(step)
+        manifest = patiently(lambda: store.manifest(step))
+        num_bytes = manifest.num_bytes
+        sound = []
+        for index, shard in enumerate(manifest.shards):
+            try:
+                patiently(partial(read_shard, folder, shard))
+                sound.append(index)
+            except DamagedCheckpoint as error:
+                problems.append(error.what)
+        if sound:
+            problems += hdf5_problems(folder, manifest, sound)
     except DamagedCheckpoint as error:
-        return Verdict(step, folder, 0, (error.what,))
-    problems = []
-    for shard in manifest.shards:
-        try:
-            read_shard(folder, shard)
-            problems += hdf5_problems(folder / shard.file, shard)
-        except DamagedCheckpoint as error:
-            problems.append(error.what)
-    return Verdict(step, folder, manifest.num_bytes, tuple(problems))
+        problems.append(error.what)
+    except (UnreadableCheckpoint, UserError) as error:
+        return Verdict(step, folder, num_bytes, (*problems, error.what), readable=False)
+    return Verdict(step, folder, num_bytes, tuple(problems))
 
 
-def hdf5_problems(path: Path, shard: Shard) -> list[str]:
-    """Differences between a shard's datasets and its entry of the manifest. The file's checksum must be right."""
-    problems = []
-    with h5py.File(path, "r", locking=False) as file:
-        for stored in shard.pieces:
-            piece = stored.piece
-            dataset = file.get(piece.tensor.name)
-            if not isinstance(dataset, h5py.Dataset):
-                problems.append(f"{path} has no dataset {piece.tensor.name}")
-            elif dataset.shape != piece.shape or dataset.dtype != ITEM_TYPES[piece.tensor.dtype]:
-                problems.append(f"{path}: {piece.tensor.name} has another shape or type than in the manifest")
-            elif piece.num_bytes and dataset.id.get_offset() != stored.offset:
-                problems.append(f"{path}: {piece.tensor.name} lies elsewhere than the manifest says")
+def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:
+    """What another process finds wrong with these shards, whose checksums must be right."""
+    limit_s = LOOK_S + DATASET_S * sum(len(manifest.shards[index].pieces) for index in indices)
+    words = [str(folder.absolute()), str(manifest.step), *map(str, indices)]
+    try:
+        done = subprocess.run(
+            python.module("hpctrain.checkpoint.verify", *words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+            env={**python.environment(), "OPENBLAS_NUM_THREADS": "1"},
+        )
+        output, ending = done.stdout, how_it_ended(done)
+    except subprocess.TimeoutExpired as error:
+        output, ending = error.stdout or b"", f"HDF5 has not come to an end with it after {limit_s:g} s"
+    answers: list[list[str]] = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
+    problems = [problem for answer in answers for problem in answer]
+    if len(answers) < len(indices):
+        problems.append(f"{folder / manifest.shards[indices[len(answers)]].file}: {ending}")
     return problems
+
+
+def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str:
+    """Why a look has no result."""
+    if done.returncode < 0:
+        return f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
+    return f"it could not be looked at: {(done.stderr.decode(errors='replace').strip() or 'no reason given')[-300:]}"
+
+
+def look(folder: Path, step: int, indices: Sequence[int]) -> None:
+    """Prints the problems of each shard as a line of JSON."""
+    manifest = manifest_file.read(folder, step)
+    for index in indices:
+        shard = manifest.shards[index]
+        foreign_text.show(json.dumps(shard_problems(folder / shard.file, shard)))
+
+
+def shard_problems(path: Path, shard: Shard) -> list[str]:
+    """Differences between a shard's datasets and its entry of the manifest."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            found = [dataset_problem(file, stored) for stored in shard.pieces]
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
+        return [f"{path}: HDF5 cannot read it: {error}"]
+    return [f"{path} {problem}" for problem in found if problem]
+
+
+def dataset_problem(file: h5py.File, stored: StoredPiece) -> str | None:
+    """What is wrong with one dataset, or None. No link is followed, and nothing is asked for that lies elsewhere."""
+    piece = stored.piece
+    dataset = own_dataset(file, piece.tensor.name)
+    if dataset is None:
+        return f"has no dataset {piece.tensor.name} of its own"
+    properties = dataset.id.get_create_plist()
+    if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
+        return f"does not hold the bytes of {piece.tensor.name} itself, in one piece"
+    if dataset.shape != piece.shape or dataset.dtype != ITEM_TYPES[piece.tensor.dtype]:
+        return f"has {piece.tensor.name} with another shape or type than the manifest"
+    if piece.num_bytes and dataset.id.get_offset() != stored.offset:
+        return f"has {piece.tensor.name} elsewhere than the manifest says"
+    return None
+
+
+if __name__ == "__main__":
+    look(Path(sys.argv[1]), int(sys.argv[2]), [int(word) for word in sys.argv[3:]])

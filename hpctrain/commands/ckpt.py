@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.reading import Loaded
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The group's own commands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|inspect|diff|export")
     ls = actions.add_parser("ls", help="checkpoints of a run")
-    verify = actions.add_parser("verify", help="read every byte and compare checksums; exit code 70 if one is damaged")
+    verify = actions.add_parser("verify", help="read and check every byte; exit code 70 unless all are sound")
     inspect = actions.add_parser("inspect", help="what is in a checkpoint: names, types, shapes, min, mean, max, NaN")
     diff = actions.add_parser("diff", help="which tensors differ between two checkpoints; exit code 1 if any does")
     export = actions.add_parser("export", help="write a checkpoint's weights for other programs")
@@ -60,13 +61,13 @@ def ls(args: argparse.Namespace) -> int:
 
 def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
     """One row of ``ls``."""
-    from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+    from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 
     row: dict[str, Any] = {"step": step, "path": str(store.folder(step))}
     try:
         manifest = store.manifest(step)
-    except DamagedCheckpoint as error:
-        return row | {"problem": error.what}
+    except (DamagedCheckpoint, UnreadableCheckpoint, UserError) as error:
+        return row | {"problem": error.what, "readable": isinstance(error, DamagedCheckpoint)}
     meta = manifest.meta
     numbers = {"bytes": manifest.num_bytes, "ranks": manifest.ranks, "tensors": len(manifest.tensors())}
     return (
@@ -77,12 +78,20 @@ def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
 def row_text(row: dict[str, Any]) -> str:
     """A row of ``ls`` for people."""
     if "problem" in row:
-        return f"step {row['step']:>9}  DAMAGED: {row['problem']}"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else ""
+        return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
+    when = local_time(row["time"])
     best = "  best" if row["best"] else ""
     return (
         f"step {row['step']:>9}  {when:19}  {row['bytes'] / 1e6:10.1f} MB  {row['ranks']:>4} ranks  {row['path']}{best}"
     )
+
+
+def local_time(seconds: Any) -> str:
+    """A moment for people; nothing where it is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -149,16 +158,24 @@ def export(args: argparse.Namespace) -> int:
 def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
     from hpctrain.checkpoint.exports.weights import replace_whole, weights
+    from hpctrain.checkpoint.format.manifest import Reader
     from hpctrain.comm.world import alone
+    from hpctrain.data import open_dataset
+    from hpctrain.rank.wiring import make_weights
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
 
-    config = loaded.meta.get("identity", {}).get("config")
-    if not config:
+    if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    task = load_task(config["task"], config["task_args"], alone(), config["seed"], config["train"]["precision"])
+    identity = Reader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
+    config = Reader(identity.get("config", dict, "an object"), identity.where)
+    train = Reader(config.get("train", dict, "an object"), identity.where)
+    name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
+    seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
+    task = load_task(name, arguments, alone(), seed, precision)
     if not isinstance(task, KerasTask):
-        raise UserError(f"{config['task']} is not a Keras task", "export it to a .pt or .safetensors file")
+        raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
+    make_weights(task, lambda: open_dataset(task.train), seed)
     from hpctrain.checkpoint.exports.tensorflow_weights import export_keras
 
     arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}
@@ -176,7 +193,7 @@ def load(path: str, step: int | None = None) -> Loaded:
 def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) -> None:
     """JSON, or lines for people."""
     if args.json:
-        print(json.dumps(rows))
+        foreign_text.show(json.dumps(rows))
         return
     for line in lines:
-        print(line)
+        foreign_text.show(line)

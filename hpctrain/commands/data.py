@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.packing.read import NAMES
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,11 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read"
     )
     pack.add_argument("--force", action="store_true", help="replace OUT.h5 where it exists")
+    add_outside(pack)
     pack.add_argument("--json", action="store_true", help="print what was made as JSON")
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
     info.add_argument("--seconds", type=float, default=1.0, help="to measure each kind of reading for (default 1)")
+    add_outside(info)
     info.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_outside(parser: argparse.ArgumentParser) -> None:
+    """The option of both commands that says where HDF5 files may lead to."""
+    parser.add_argument(
+        "--allow-outside",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="let links, virtual sources and external storage of HDF5 files lead to this folder, too; by default only "
+        "to that of the file",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +90,7 @@ def run_pack(args: argparse.Namespace) -> int:
 
     if args.chunks is not None and args.chunks < 1:
         raise UserError(f"--chunks is {args.chunks}", "give at least 1 sample a chunk")
-    source = open_source(args.sources, args.kind, parse_fields(args.field), parse_size(args.size))
+    source = open_source(args.sources, args.kind, parse_fields(args.field), parse_size(args.size), args.allow_outside)
     dtypes = parse_dtypes(args.dtype, source)
     with progress_bar(source.length, quiet=args.json) as advance:
         write_hdf5(args.output, source, dtypes, args.chunks, args.compression, args.force, advance)
@@ -85,10 +100,12 @@ def run_pack(args: argparse.Namespace) -> int:
     ]
     num_bytes = args.output.stat().st_size
     if args.json:
-        print(json.dumps({"path": str(args.output), "samples": source.length, "bytes": num_bytes, "fields": arrays}))
+        foreign_text.show(
+            json.dumps({"path": str(args.output), "samples": source.length, "bytes": num_bytes, "fields": arrays})
+        )
     else:
         listed = ", ".join(f"{array['name']} {array['dtype']}{array['shape'] or ''}" for array in arrays)
-        print(f"{args.output}: {source.length} samples of {listed}; {num_bytes / 1e6:.1f} MB")
+        foreign_text.show(f"{args.output}: {source.length} samples of {listed}; {num_bytes / 1e6:.1f} MB")
     return ExitCode.DONE
 
 
@@ -96,9 +113,9 @@ def run_info(args: argparse.Namespace) -> int:
     """Shows what a dataset holds."""
     from hpctrain.data.info import describe
 
-    about = describe(args.file, args.seconds)
+    about = describe(args.file, args.seconds, args.allow_outside)
     if args.json:
-        print(json.dumps(about))
+        foreign_text.show(json.dumps(about))
     else:
         print_info(about)
     return ExitCode.DONE
@@ -107,11 +124,14 @@ def run_info(args: argparse.Namespace) -> int:
 def print_info(about: Mapping[str, Any]) -> None:
     """As a table."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("array", "dtype", "shape of a sample", "layout", title=about["source"], title_justify="left")
+    title = escape(foreign_text.line(about["source"]))
+    table = Table("array", "dtype", "shape of a sample", "layout", title=title, title_justify="left")
     for field in about["fields"]:
-        table.add_row(field["name"], field["dtype"], " x ".join(map(str, field["shape"])) or "scalar", field["layout"])
+        shape = " x ".join(map(str, field["shape"])) or "scalar"
+        table.add_row(*map(foreign_text.line, (field["name"], field["dtype"], shape, field["layout"])))
     console = Console(soft_wrap=True, markup=False)
     console.print(table)
     files = f" in {about['files']} files" if about["files"] > 1 else ""
@@ -121,7 +141,7 @@ def print_info(about: Mapping[str, Any]) -> None:
         speed = about[way]
         console.print(f"{way:<12} {speed['samples_per_s']:,.0f} samples/s, {speed['bytes_per_s'] / 1e6:,.0f} MB/s")
     for hint in about["hints"]:
-        console.print(f"hint: {hint}")
+        console.print(f"hint: {foreign_text.line(hint)}")
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:

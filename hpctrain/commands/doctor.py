@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ExitCode, HpctrainError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.doctor.finding import Finding
@@ -54,12 +55,14 @@ def show(found: Sequence[Finding], as_json: bool) -> int:
 
     problems = sum(finding.status is Status.PROBLEM for finding in found)
     if as_json:
-        print(json.dumps({"ok": problems == 0, "findings": [finding.to_json() for finding in found]}, indent=1))
+        foreign_text.show(
+            json.dumps({"ok": problems == 0, "findings": [finding.to_json() for finding in found]}, indent=1)
+        )
     else:
         width = max(len(finding.topic) for finding in found)
         for finding in found:
-            print(f"{finding.status.value:<8}{finding.topic:<{width}}  {finding.value}")
+            foreign_text.show(f"{finding.status.value:<8}{finding.topic:<{width}}  {finding.value}")
             if finding.fix and finding.status is not Status.OK:
-                print(f"{'':<{8 + width}}  fix: {finding.fix}")
-        print(f"\n{problems or 'no'} problem{'s' if problems != 1 else ''}")
+                foreign_text.show(f"{'':<{8 + width}}  fix: {finding.fix}")
+        foreign_text.show(f"\n{problems or 'no'} problem{'s' if problems != 1 else ''}")
     return ExitCode.USER_ERROR if problems else ExitCode.DONE

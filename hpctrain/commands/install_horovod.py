@@ -1,7 +1,8 @@
 """`hpctrain install-horovod`: Horovod built from its sdist, with our edits, for what is installed here.
 
 The wheel is cached under a key of everything it was built against, so a second environment like this one gets it in
-seconds. An interrupted build continues where it was.
+seconds. An interrupted build continues where it was. Builds lie in a folder that only this user can write to; a folder
+that others write to, too, holds finished wheels only, and they are looked at before they are taken.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpctrain.errors import ExitCode, RunFailed, UserError
-from hpctrain.horovod_wheel import patch
+from hpctrain.horovod_wheel import cache, patch
 from hpctrain.horovod_wheel.build import PIP, Build, Say
 from hpctrain.horovod_wheel.recipe import Recipe
 from hpctrain.horovod_wheel.toolchain import (
@@ -32,6 +32,7 @@ from hpctrain.horovod_wheel.toolchain import (
     find_mpi,
     last_line,
 )
+from hpctrain.system import foreign_text, python
 
 _SMOKE_TEST = "import horovod.{0} as hvd; assert hvd.mpi_built()"
 
@@ -58,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
     """
     begin = time.monotonic()
     say = _silent if args.json else _say
-    cache = (args.wheel_dir or _cache_root()).absolute()
-    cache.mkdir(parents=True, exist_ok=True)
+    folder = (args.wheel_dir or cache.own_folder()).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    room = folder if cache.is_private(folder) else cache.own_folder()
     frameworks = _frameworks(args.torch, args.tensorflow, args.gpu)
     check_python()
     compiler = check_compiler()
@@ -79,15 +81,20 @@ def run(args: argparse.Namespace) -> int:
         cuda=cuda.identity if cuda else None,
     )
     built = False
-    wheel = _cached_wheel(cache, recipe)
+    wheel = _cached_wheel((room, folder), recipe)
     if wheel is None or args.force:
-        with _locked(cache / f"{recipe.key}.lock", say):
-            wheel = None if args.force else _cached_wheel(cache, recipe)
+        cache.make_private(room)
+        with _locked(room / f"{recipe.key}.lock", say):
+            wheel = None if args.force else _cached_wheel((room, folder), recipe)
             if wheel is None:
-                wheel, built = Build(cache, recipe, mpi, cuda, args.sdist).run(edits, say), True
+                wheel, built = Build(room, recipe, mpi, cuda, args.sdist).run(edits, say), True
+                cache.keep(wheel)
+        if built and folder != room:
+            wheel = _share(wheel, folder, say)
     if built or _version_of("horovod") != recipe.version:
         say(f"Installing {wheel.name}")
-        _install(wheel, again=built)
+        with cache.checked(wheel) as copy:
+            _install(copy, again=built)
     for framework in frameworks:
         _see_it_load(framework, mpi)
     outcome = {
@@ -95,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         "wheel": str(wheel), "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
     if args.json:
-        print(json.dumps(outcome))
+        foreign_text.show(json.dumps(outcome))
     else:
         against = " and ".join(f"{name} {version}" for name, version in frameworks.items())
         say(f"Horovod {patch.VERSION} for {against} over {mpi.name} is installed ({outcome['seconds']:.0f} s)")
@@ -130,8 +137,16 @@ def _version_of(*names: str) -> str | None:
     return None
 
 
-def _cached_wheel(cache: Path, recipe: Recipe) -> Path | None:
-    return next(cache.glob(f"horovod-{recipe.version}-*.whl"), None)
+def _cached_wheel(folders: Sequence[Path], recipe: Recipe) -> Path | None:
+    return next((wheel for folder in folders for wheel in folder.glob(f"horovod-{recipe.version}-*.whl")), None)
+
+
+def _share(wheel: Path, folder: Path, say: Say) -> Path:
+    try:
+        return cache.share(wheel, folder)
+    except OSError as error:
+        say(f"{folder} does not take the wheel ({error.strerror}): it stays in {wheel.parent}")
+        return wheel
 
 
 def _install(wheel: Path, again: bool) -> None:
@@ -144,7 +159,7 @@ def _install(wheel: Path, again: bool) -> None:
 
 
 def _see_it_load(framework: str, mpi: Mpi) -> None:
-    done = subprocess.run([sys.executable, "-c", _SMOKE_TEST.format(framework)], capture_output=True, text=True)
+    done = subprocess.run(python.code(_SMOKE_TEST.format(framework)), capture_output=True, text=True)
     if done.returncode != 0:
         raise RunFailed(
             what=f"horovod.{framework} does not load: {last_line(done.stderr)}",
@@ -164,12 +179,8 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpctrain" / "horovod"
-
-
 def _say(text: str) -> None:
-    print(text, flush=True)
+    foreign_text.show(text)
 
 
 def _silent(text: str) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UserError
 from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.system import foreign_text
+
+if TYPE_CHECKING:
+    from hpctrain.run.history import RunData
+
+MOST_CHARACTERS = 20_000
+"""Of an explanation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +49,21 @@ def report(args: argparse.Namespace) -> int:
 
     run_dir = find_run(args.run)
     data = read(run_dir)
+    tell_notes(data)
     if args.json:
-        print(json.dumps({**summarize(data), "explanation": asdict(explain_run(data))}, indent=1, default=str))
+        foreign_text.show(
+            json.dumps({**summarize(data), "explanation": asdict(explain_run(data))}, indent=1, default=str)
+        )
         return 0
     path = Path(args.output) if args.output else run_dir.path / "report.html"
     text = page.render(data, explain_run(data), heat.read(run_dir))
     write_atomically(path, text.encode())
-    print(path)
+    foreign_text.show(str(path))
     if args.png:
         from hpctrain.report.figures import save_figures
 
         for picture in save_figures(data, Path(args.png)):
-            print(picture)
+            foreign_text.show(str(picture))
     return 0
 
 
@@ -63,11 +74,14 @@ def explain(args: argparse.Namespace) -> int:
     from hpctrain.report.explain import explain as explain_run
     from hpctrain.run.history import read
 
-    answer = explain_run(read(find_run(args.run)))
+    data = read(find_run(args.run))
+    tell_notes(data)
+    answer = explain_run(data)
     if args.json:
-        print(json.dumps(asdict(answer), indent=1))
+        foreign_text.show(json.dumps(asdict(answer), indent=1))
         return 0
-    Console(highlight=False, markup=False, soft_wrap=False).print(f"{answer.title}. {answer.text}")
+    text = foreign_text.line(f"{answer.title}. {answer.text}", MOST_CHARACTERS)
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=False).print(text)
     return 0
 
 
@@ -79,14 +93,15 @@ def compare(args: argparse.Namespace) -> int:
     from hpctrain.run.history import read
 
     runs = [read(find_run(name)) for name in args.runs]
+    tell_notes(*runs)
     result = compare_runs(runs)
     if args.json:
-        print(json.dumps(result, indent=1, default=str))
+        foreign_text.show(json.dumps(result, indent=1, default=str))
     else:
         print_comparison(result)
     if args.output:
         write_atomically(Path(args.output), page.render_comparison(result, overlays(runs, result["runs"])).encode())
-        print(args.output)
+        foreign_text.show(args.output)
     return 0
 
 
@@ -101,10 +116,16 @@ def print_comparison(result: Mapping[str, Any]) -> None:
         table = Table(title=title, title_justify="left", box=None)
         table.add_column("")
         for name in result["runs"]:
-            table.add_column(name)
+            table.add_column(foreign_text.line(name))
         for key, values in result[title].items():
-            table.add_row(key, *(number(value) for value in values))
-        Console(highlight=False, markup=False).print(table)
+            table.add_row(foreign_text.line(key), *(foreign_text.line(number(value)) for value in values))
+        Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+def tell_notes(*runs: RunData) -> None:
+    """Says once what was left out of run folders."""
+    for note in (note for data in runs for note in data.notes):
+        foreign_text.show(f"hpctrain: {note}", sys.stderr)
 
 
 def find_run(name: str) -> RunDir:

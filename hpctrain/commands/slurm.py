@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.system import foreign_text
+
 FUNCTIONS = {
     "render": "slurm_submit:render",
     "submit": "slurm_submit:submit",
@@ -54,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See cli.py."""
     module, function = FUNCTIONS[args.command].split(":")
-    return int(getattr(importlib.import_module(f"hpctrain.launch.engines.slurm.{module}"), function)(args))
+    return int(getattr(importlib.import_module(f"hpctrain.commands.{module}"), function)(args))
 
 
 def show(args: argparse.Namespace, data: Any, text: Sequence[str]) -> None:
     """Prints one of the two."""
-    print(json.dumps(data) if args.json else "\n".join(text))
+    foreign_text.show(json.dumps(data) if args.json else "\n".join(text))

@@ -28,6 +28,9 @@ def stop(args: argparse.Namespace) -> int:
         waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
         running = [entry.id for entry in entries if entry.id not in waiting]
         if waiting:
+            waiting, others = submission.apart(run, waiting)
+            text += others
+        if waiting:
             client.cancel(waiting)
             text.append(f"{run.path}: cancelled job {', '.join(waiting)}, which has nothing to save")
         if holder is not None:  # perhaps in an allocation that is none of the run's own jobs
@@ -56,8 +59,13 @@ def request_stop(run: RunDir) -> None:
 def cancel(args: argparse.Namespace) -> int:
     """Ends the run's jobs now; what was saved stays."""
     client.find("scancel")
-    ids = [entry.id for run in submission.runs(args.target) for entry in submission.alive(run)]
+    ids, left = [], []
+    for run in submission.runs(args.target):
+        own, others = submission.apart(run, [entry.id for entry in submission.alive(run)])
+        ids += own
+        left += others
     if ids:
         client.cancel(ids)
-    show(args, {"cancelled": ids}, [f"cancelled job {', '.join(ids)}" if ids else "no job runs or waits"])
+    said = {"cancelled": ids, "left_alone": left}
+    show(args, said, [f"cancelled job {', '.join(ids)}"] * bool(ids) + left or ["no job runs or waits"])
     return ExitCode.DONE

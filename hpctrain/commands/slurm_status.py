@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from hpctrain.commands.slurm import show
 from hpctrain.errors import ExitCode, UserError
@@ -12,6 +11,7 @@ from hpctrain.launch.engines.slurm import status as run_status
 from hpctrain.launch.engines.slurm import submission
 from hpctrain.run import live_lock
 from hpctrain.run.folder import RunDir
+from hpctrain.system import foreign_text
 
 FOLLOW_S = 0.5
 """Seconds between two readings of a log that is followed."""
@@ -39,11 +39,10 @@ def logs(args: argparse.Namespace) -> int:
         # Rank 0 prints into the job's log.
         wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])
         for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            foreign_text.show(text, end="")
         return ExitCode.DONE
     data = [{"file": str(log.path), "rank": log.rank, "attempt": log.attempt} for log in found]
-    show(args, data, [f"==> {log.path} <==\n{log.path.read_text(errors='replace')}" for log in found])
+    show(args, data, [f"==> {log.path} <==\n{run_logs.read(log.path)}" for log in found])
     return ExitCode.DONE
 
 

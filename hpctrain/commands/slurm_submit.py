@@ -13,6 +13,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.launch.engines.slurm import client, submission
 from hpctrain.run.folder import RunDir
+from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
 
 POLL_S = (0.5, 10.0)
 """First and longest pause between looks at the queue."""
@@ -50,10 +51,12 @@ def submit(args: argparse.Namespace) -> int:
         show(args, said, [planned.script, f"# would run: {command}"])
         return ExitCode.DONE
     client.find("sbatch")
-    submission.refuse_second(folder)
-    submission.write(planned)
-    past = submission.submissions(folder)
-    ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and resumes else None)
+    folder.create()
+    with LiveLock(folder, myself(), TO_SUBMIT).held():  # until the job is noted, where the next one looks for it
+        submission.refuse_second(folder)
+        submission.write(planned)
+        past = submission.submissions(folder)
+        ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and resumes else None)
     said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
     text = [f"submitted job {', '.join(ids)}: {_shape(planned)}", f"  run folder {folder.path}"]
     show(args, said, ids[-1:] if args.parsable else text)

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from hpctrain.errors import ExitCode, MissingExtra, RunFailed, UserError
+from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,7 @@ def sync(args: argparse.Namespace) -> int:
         raise RunFailed(
             f"MLflow at {uri} does not take the metrics: {follower.problem}", "start the server, then try again"
         )
-    print(f"MLflow run {follower.run_id} at {uri} is complete")
+    foreign_text.show(f"MLflow run {follower.run_id} at {uri} is complete")
     return ExitCode.DONE
 
 
@@ -59,7 +60,7 @@ def register(args: argparse.Namespace) -> int:
 
     registered = register_model(find_run(args.run), args.step, args.uri, args.name)
     plain = f"model {registered['name']} version {registered['version']}: {registered['uri']}"
-    print(json.dumps(registered) if args.json else plain)
+    foreign_text.show(json.dumps(registered) if args.json else plain)
     return ExitCode.DONE
 
 
@@ -70,5 +71,5 @@ def card(args: argparse.Namespace) -> int:
     from hpctrain.run.history import read
 
     run_dir = find_run(args.run)
-    print(model_card(read(run_dir), args.step), end="")
+    foreign_text.show(model_card(read(run_dir), args.step), end="")
     return ExitCode.DONE

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.loading import add_run_file, dump, load
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; an exit code."""
     if args.command == "train" and args.print_config:
-        print(dump(load(args.run_file, args.overrides)), end="")
+        foreign_text.show(dump(load(args.run_file, args.overrides)), end="")
         return 0
     from hpctrain.rank.session import run_rank
 
@@ -88,7 +89,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
         if session.world.rank == 0:
             values = {"step": step, "metrics": metrics}
             plain = "\n".join([f"step {step}", *(f"{name} {value:.6g}" for name, value in metrics.items())])
-            print(json.dumps(values) if args.json else plain, flush=True)
+            foreign_text.show(json.dumps(values) if args.json else plain)
         return Outcome(StopReason.COMPLETED, step)
 
 
@@ -104,17 +105,20 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
 
     with load_trained(args, session) as (config, framework, problem, step):
         with session.phase("open the data to predict over"):
-            dataset = open_dataset(args.data) if args.data else problem.validation
-            if args.data:  # models get the first array, and files may keep no order
+            dataset = problem.validation
+            if args.data:
+                outside = config.data.allow_outside
+                dataset = open_dataset(args.data, allow_outside=outside)
+                # models get the first array, and files may keep no order
                 shared = [name for name in problem.train.fields if name in dataset.fields]
-                dataset = open_dataset(args.data, shared) if shared else dataset
+                dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = wiring.make_validation(config, session.world, dataset)
         path = Path(args.output or RunDir.for_config(config).path / "predictions.h5")
         write_predictions(framework, data, session.world.data, path)
         if session.world.rank == 0:
-            print(f"{len(dataset)} predictions of step {step} in {path}", flush=True)
+            foreign_text.show(f"{len(dataset)} predictions of step {step} in {path}")
         return Outcome(StopReason.COMPLETED, step)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     source = Source(run_dir)
     console = Console(highlight=False, emoji=False)
     if args.json:
-        print(json.dumps(source.look(whole=True).plain()))
+        foreign_text.show(json.dumps(source.look(whole=True).plain()))
     elif args.once or not sys.stdout.isatty():
         terminal.print_once(source.look(whole=True), console)
     else:

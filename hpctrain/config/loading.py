@@ -16,12 +16,13 @@ import yaml
 from hpctrain.config.reference import leaves
 from hpctrain.config.sections import Config
 from hpctrain.errors import UserError
+from hpctrain.system import bounded_yaml, safe_read
 
 Lines = dict[str, int]
 """Line, from 1, of each dotted key of a run file."""
 
 
-class RunFileLoader(yaml.SafeLoader):
+class RunFileLoader(bounded_yaml.BoundedLoader):
     """YAML with the scalars of version 1.2: ``off`` and ``01:30:00`` are text, ``1e-4`` is a number."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way; filled below)
@@ -63,8 +64,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         sections = read_yaml(text)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        fix = "correct the line (indentation, quotes, colons)"
+        fix = "correct the line (indentation, quotes, colons, aliases)"
         raise UserError(f"{path}{line} is not YAML: {error.problem}", fix) from error
+    except yaml.YAMLError as error:  # control characters
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", "write plain text") from error
     for word in overrides:
         lines.pop(_check_override(word), None)
     return _parse(str(path), sections, list(overrides), lines)
@@ -78,7 +81,7 @@ def dump(config: Config) -> str:
 
 def read_yaml(text: str) -> Any:
     """The plain values of a YAML text."""
-    return yaml.load(text, Loader=RunFileLoader)  # noqa: S506 (derived from SafeLoader)
+    return bounded_yaml.parse(text, RunFileLoader)
 
 
 def add_run_file(parser: argparse.ArgumentParser) -> None:
@@ -102,11 +105,16 @@ def parser() -> Any:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return safe_read.read(path, bounded_yaml.MOST_BYTES).decode()
     except FileNotFoundError as error:
         raise UserError(f"run file {path} does not exist", "give the path of a YAML run file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"run file {path} cannot be read: {error}", "give a readable YAML file in UTF-8") from error
+    except safe_read.TooLarge as error:
+        fix = "put what is large into a file of its own, and its name into task_args"
+        raise UserError(f"run file {path} is too large: {error.strerror}", fix) from error
+    except OSError as error:
+        raise UserError(f"run file {path} cannot be read: {error.strerror}", "give a readable YAML file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"run file {path} cannot be read: {error}", "give a YAML file in UTF-8") from error
 
 
 def _check_keys(text: str, path: str) -> Lines:
@@ -122,18 +130,18 @@ def _check_keys(text: str, path: str) -> Lines:
 def _walk(node: yaml.MappingNode, kind: type, prefix: str, path: str, lines: Lines) -> None:
     types = typing.get_type_hints(kind)
     for key_node, value_node in node.value:
-        key = prefix + str(key_node.value)
-        line = key_node.start_mark.line + 1
-        if key_node.value not in types:
+        name = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
+        key, line = prefix + name, key_node.start_mark.line + 1
+        if name not in types:
             raise UserError(f"{path}:{line}: unknown key {key!r}", _nearest(key))
         if key in lines:
             raise UserError(f"{path}:{line}: {key!r} stands in line {lines[key]} already", "keep one of the two lines")
         lines[key] = line
-        if not dataclasses.is_dataclass(types[key_node.value]):
+        if not dataclasses.is_dataclass(types[name]):
             continue
         if not isinstance(value_node, yaml.MappingNode):
             raise UserError(f"{path}:{line}: {key} cannot be {value_node.value!r}", f"give {_type_of(key)}")
-        _walk(value_node, types[key_node.value], key + ".", path, lines)
+        _walk(value_node, types[name], key + ".", path, lines)
 
 
 def _check_override(word: str) -> str:

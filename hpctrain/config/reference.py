@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from hpctrain.config.sections import Config
+from hpctrain.system import foreign_text
 
 
 @dataclass(frozen=True)
@@ -85,4 +86,4 @@ def _in_words(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    foreign_text.show(reference(), end="")

@@ -155,6 +155,8 @@ class DataConfig:
     """Batches each rank holds ready; 0 reads in the step."""
     workers: int = 0
     """Worker processes for heavy transforms; 0 uses one thread."""
+    allow_outside: tuple[str, ...] = ()
+    """Folders that links, virtual sources and external storage of HDF5 files may lead to, beside the data set's own."""
 
     def __post_init__(self) -> None:
         at_least("data.block_samples", self.block_samples, 1)

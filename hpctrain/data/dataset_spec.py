@@ -28,7 +28,12 @@ def describe(dataset: Dataset, arrays: dict[str, NDArray[Any]]) -> Recipe:
         UserError: it cannot be opened again elsewhere, being an object of the user's.
     """
     if isinstance(dataset, Hdf5Dataset):
-        return {"hdf5": str(dataset.path), "fields": list(dataset.fields), "cache": dataset.cache.limit_bytes}
+        return {
+            "hdf5": str(dataset.path),
+            "fields": list(dataset.fields),
+            "cache": dataset.cache.limit_bytes,
+            "outside": dataset.outside,
+        }
     if isinstance(dataset, ArrayDataset):
         keys = {name: f"{len(arrays) + index}" for index, name in enumerate(dataset.arrays)}
         arrays.update({keys[name]: array for name, array in dataset.arrays.items()})
@@ -40,6 +45,7 @@ def describe(dataset: Dataset, arrays: dict[str, NDArray[Any]]) -> Recipe:
             "function": refer(dataset.function, "the data"),
             "fields": dataset.names,
             "cache": dataset.cache_bytes,
+            "outside": dataset.outside,
             "fingerprint": dataset.fingerprint(),
         }
     kind = type(getattr(dataset, "source", dataset)).__name__  # of a torch Dataset, not of what is around it
@@ -58,12 +64,12 @@ def follow(recipe: Mapping[str, Any], arrays: Samples) -> Dataset:
 def _follow(recipe: Mapping[str, Any], arrays: Samples, caches: dict[int, BlockCache]) -> Dataset:
     if "hdf5" in recipe:
         cache = caches.setdefault(recipe["cache"], BlockCache(recipe["cache"]))
-        return open_hdf5(Path(recipe["hdf5"]), tuple(recipe["fields"]), cache)
+        return open_hdf5(Path(recipe["hdf5"]), tuple(recipe["fields"]), cache, recipe["outside"])
     if "arrays" in recipe:
         return from_arrays({name: arrays[key] for name, key in recipe["arrays"].items()})
     if "parts" in recipe:
         return ConcatDataset([_follow(part, arrays, caches) for part in recipe["parts"]])
-    dataset = open_dataset(resolve(recipe["function"]), recipe["fields"], recipe["cache"])
+    dataset = open_dataset(resolve(recipe["function"]), recipe["fields"], recipe["cache"], recipe["outside"])
     if dataset.fingerprint() != recipe["fingerprint"]:
         raise UserError(
             "the data function gave a worker process other data than the rank",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,24 +13,23 @@ from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats.concat import ConcatDataset
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.sources import CACHE_BYTES, open_dataset
-from hpctrain.data.order import Order
 
 BATCH = 256
 
 
-def describe(source: str, seconds: float) -> dict[str, Any]:
+def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[str, Any]:
     """JSON-able facts about HDF5 files.
 
     Args:
         source: a path or a pattern.
-        seconds: to measure each way of reading for, at most; once through all samples at most.
+        seconds: to measure each way of reading for, at most; as many as there are samples at most.
+        outside: folders that the files may lead to beside their own.
     """
-    dataset = open_dataset(source)
+    dataset = open_dataset(source, allow_outside=outside)
     files = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
     layouts = {name: layout(files, name) for name in dataset.fields}
     sample_bytes = sum(field.num_bytes for field in dataset.fields.values())
-    shuffled = Order(len(dataset), BATCH)
-    stored = Order(len(dataset), BATCH, shuffle="none")
+    rng = np.random.default_rng(0)
     return {
         "source": source,
         "files": len(files),
@@ -41,8 +40,8 @@ def describe(source: str, seconds: float) -> dict[str, Any]:
             for name, field in dataset.fields.items()
         ],
         "fingerprint": dataset.fingerprint(),
-        "random": speed(dataset, shuffled, seconds, sample_bytes),
-        "sequential": speed(dataset, stored, seconds, sample_bytes),
+        "random": speed(dataset, lambda begin, end: rng.integers(0, len(dataset), end - begin), seconds, sample_bytes),
+        "sequential": speed(dataset, np.arange, seconds, sample_bytes),
         "hints": hints(set(layouts.values()), len(dataset) * sample_bytes),
     }
 
@@ -53,22 +52,25 @@ def layout(files: list[Dataset] | Any, name: str) -> str:
     return layouts.pop() if len(layouts) == 1 else "mixed"
 
 
-def speed(dataset: Dataset, order: Order, seconds: float, sample_bytes: int) -> dict[str, float]:
-    """Samples and bytes a second, in batches of 256, with the page cache as it stands."""
+def speed(
+    dataset: Dataset, indices: Callable[[int, int], NDArray[np.int64]], seconds: float, sample_bytes: int
+) -> dict[str, float]:
+    """Samples and bytes a second, in batches of 256, with the page cache as it stands.
+
+    Args:
+        dataset: what is read.
+        indices: of the samples in place of those from one position up to another.
+        seconds: to measure for.
+        sample_bytes: of one sample.
+    """
     begin = time.perf_counter()
     samples = 0
-    for indices in batches(order):
-        dataset.read(indices)
-        samples += len(indices)
-        if time.perf_counter() - begin > seconds:
-            break
+    while samples < len(dataset) and (not samples or time.perf_counter() - begin < seconds):
+        batch = indices(samples, min(samples + BATCH, len(dataset)))
+        dataset.read(batch)
+        samples += len(batch)
     rate = samples / (time.perf_counter() - begin)
     return {"samples_per_s": rate, "bytes_per_s": rate * sample_bytes}
-
-
-def batches(order: Order) -> Iterator[NDArray[np.int64]]:
-    """Of one epoch."""
-    return (order.batch_indices(0, batch) for batch in range(order.batches_per_epoch))
 
 
 def hints(layouts: set[str], num_bytes: int) -> list[str]:

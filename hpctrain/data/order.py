@@ -81,7 +81,13 @@ class Order:
     def _epoch(self, epoch: int) -> EpochOrder:
         order = self._epochs.get(epoch)
         if order is None:
-            order = make_epoch_order(self, epoch)
+            try:
+                order = make_epoch_order(self, epoch)
+            except MemoryError as error:
+                raise UserError(
+                    f"the order of {self.length} samples does not fit into memory with data.shuffle {self.shuffle}",
+                    "set data.shuffle to block, with larger data.block_samples if need be",
+                ) from error
             self._epochs.clear()  # batches come epoch by epoch: one permutation in memory is enough
             self._epochs[epoch] = order
         return order

@@ -33,6 +33,7 @@ def main(channel: int, payload: int, slots: list[int]) -> None:
         answer: dict[str, Any] = {}
         try:
             setup = json.loads(lines.readline())
+            sys.path[:] = setup["path"]  # for the user's functions; all that is ours has been imported
             dataset = follow(setup["dataset"], views(setup["arrays"], SharedMemory(payload)))
             transform = resolve(setup["transform"]) if setup["transform"] else None
         except Exception as error:

@@ -27,6 +27,7 @@ from hpctrain.data.dataset_spec import describe
 from hpctrain.data.reference import refer
 from hpctrain.data.transform import Transform
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.system import python
 from hpctrain.system.anonymous_memory import SharedMemory, create, put, views
 
 SLOTS = 2
@@ -160,6 +161,7 @@ def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed:
         "dataset": describe(dataset, arrays),
         "transform": None if transform is None else refer(transform, "the transform"),
         "seed": seed,
+        "path": [*filter(None, sys.path), os.getcwd()],
     }
     pool = WorkerPool([], create())
     try:
@@ -179,12 +181,12 @@ def start_worker(index: int, payload: SharedMemory) -> Worker:
     ours, theirs = socket.socketpair()
     slots = [create() for _ in range(SLOTS)]
     descriptors = [theirs.fileno(), payload.descriptor, *(slot.descriptor for slot in slots)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    environment |= {IN_WORKER: "1", "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), os.getcwd()])}
-    environment |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    given = python.environment()
+    environment = {name: value for name, value in given.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    environment |= {name: "1" for name in (IN_WORKER, "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hpctrain.data.worker", *map(str, descriptors)],
+            python.module("hpctrain.data.worker", *map(str, descriptors)),
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=descriptors,

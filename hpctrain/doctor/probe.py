@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from hpctrain.system import python
 
 TIMEOUT_S = 120.0
 MARK = "hpctrain-probe:"
@@ -23,7 +24,7 @@ class Probe:
 
 def probe(code: str) -> Probe:
     """Runs Python statements that leave their findings in a dict named ``facts``."""
-    words = [sys.executable, "-c", f"import json, os\nfacts = {{}}\n{code}\n{TELL}"]
+    words = python.code(f"import json, os\nfacts = {{}}\n{code}\n{TELL}")
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

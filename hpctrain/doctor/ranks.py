@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.doctor.link import MARK
 from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
+from hpctrain.system import python
 from hpctrain.system.cores import usable_cores
 from hpctrain.system.processes import forget_session
 
@@ -40,7 +40,7 @@ def findings(ranks: int) -> list[Finding]:
     cores = usable_cores()
     ours = {EXPECTED_RANKS: str(ranks), "OMP_NUM_THREADS": "1", **SAY_TRANSPORT}
     environment = {**os.environ, **launcher_environment(mpirun.flavour, ranks > cores, os.environ), **ours}
-    words = [*mpirun.argv(ranks, {}, cores), sys.executable, "-m", "hpctrain.doctor.link"]
+    words = [*mpirun.argv(ranks, {}, cores), *python.module("hpctrain.doctor.link")]
     try:
         done = subprocess.run(
             words,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from hpctrain.config.loading import load
 from hpctrain.config.sections import Config
 from hpctrain.doctor.finding import Finding, problem
 from hpctrain.errors import UserError
+from hpctrain.system import python
 
 
 def findings(path: str) -> tuple[Config | None, list[Finding]]:
@@ -31,17 +30,7 @@ def task(name: str) -> Iterator[Finding]:
         if not Path(module).is_file():
             yield problem("task", f"{module} does not exist", "paths are relative to the folder you start hpctrain in")
             return
-    elif not _is_there(module):
+    elif not python.is_there(module):
         yield problem("task", f"no module {module}", "install its package, or start hpctrain where it can be imported")
         return
     yield Finding("task", name)
-
-
-def _is_there(module: str) -> bool:
-    sys.path.insert(0, "")
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.remove("")

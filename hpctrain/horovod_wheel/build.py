@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.horovod_wheel import patch
 from hpctrain.horovod_wheel.recipe import Recipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
+from hpctrain.system import python
 
 Say = Callable[[str], None]
 
@@ -37,7 +39,7 @@ _BUILD_TOOLS = {
 }
 """Modules that Horovod's setup.py needs, and the packages that bring them."""
 
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+PIP = tuple(python.module("pip", "--disable-pip-version-check", "--no-input"))
 
 
 class Build:
@@ -96,7 +98,7 @@ class Build:
         source = self.folder / f"horovod-{patch.VERSION}"
         if not source.exists():
             with tempfile.TemporaryDirectory(dir=self.folder) as room:
-                with tarfile.open(self._get_sdist()) as archive:
+                with tarfile.open(fileobj=io.BytesIO(self._get_sdist())) as archive:
                     # Python before 3.11.4 has no filters; the archive is the one whose checksum we know.
                     archive.extraction_filter = getattr(tarfile, "data_filter", None)
                     archive.extractall(room)
@@ -104,7 +106,7 @@ class Build:
                 Path(room, source.name).rename(source)
         return source
 
-    def _get_sdist(self) -> Path:
+    def _get_sdist(self) -> bytes:
         sdist = self.sdist or self.cache / patch.SDIST
         if not sdist.exists() and self.sdist is None:
             with tempfile.TemporaryDirectory(dir=self.folder) as room:
@@ -115,8 +117,7 @@ class Build:
                 Path(room, patch.SDIST).replace(sdist)
         if not sdist.is_file():
             raise UserError(what=f"{sdist} does not exist", fix=f"name the file {patch.SDIST} with --sdist")
-        patch.verify(sdist)
-        return sdist
+        return patch.verify(sdist)
 
     def _path(self) -> str:
         """The PATH of the build: the chosen mpicc first, then our tools."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import UserError
+from hpctrain.system import safe_read
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
@@ -75,13 +76,15 @@ def digest(chosen: Iterable[Edit]) -> str:
     return hashlib.sha256(repr(tuple(chosen)).encode()).hexdigest()
 
 
-def verify(sdist: Path) -> None:
-    """Raises UserError unless `sdist` is the release that the edits were written for, byte for byte."""
-    if hashlib.sha256(sdist.read_bytes()).hexdigest() != SDIST_SHA256:
+def verify(sdist: Path) -> bytes:
+    """The content of `sdist`. Raises UserError unless it is, byte for byte, the release that the edits are for."""
+    content = safe_read.read(sdist)
+    if hashlib.sha256(content).hexdigest() != SDIST_SHA256:
         raise UserError(
             what=f"{sdist} is not the sdist of Horovod {VERSION}: its SHA-256 differs",
             fix="delete it and try again, or name an unchanged one with --sdist",
         )
+    return content
 
 
 def apply(source: Path, chosen: Iterable[Edit]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import UserError
+from hpctrain.system import python
 
 _CXX20_PROBE = "#include <concepts>\n#include <source_location>\n#include <span>\nint main() { return 0; }\n"
 _MPI_PROBE = r"""
@@ -134,7 +135,7 @@ def check_mpi4py(mpi: Mpi) -> None:
     """mpi4py and Horovod share a process, so they must share one MPI library."""
     if importlib.util.find_spec("mpi4py") is None:
         return
-    done = subprocess.run([sys.executable, "-c", _MPI_OF_MPI4PY], capture_output=True, text=True)
+    done = subprocess.run(python.code(_MPI_OF_MPI4PY), capture_output=True, text=True)
     if done.returncode != 0 or _plain(done.stdout) != mpi.version:
         found = _plain(done.stdout).partition(",")[0] if done.returncode == 0 else f"no MPI ({last_line(done.stderr)})"
         raise UserError(

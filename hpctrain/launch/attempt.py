@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import ExitCode, Replaced
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
 from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
 from hpctrain.run.live_lock import LiveLock
-from hpctrain.run.verdict import Action, Stop, Verdict, decide
+from hpctrain.run.verdict import REPLACED, Action, Stop, Verdict, decide
 from hpctrain.system import processes
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
@@ -103,7 +103,7 @@ class Attempt:
         first = died_first(self.run_dir, self.number, told)
         deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
-        attempts = [*self.run_dir.attempts()]
+        attempts = [entry for entry in self.run_dir.attempts() if entry["attempt"] <= self.number]
         if attempts:
             attempts[-1] = {**attempts[-1], "to_step": self.run_dir.newest_checkpoint_step()}
         failure = self.failure
@@ -150,7 +150,10 @@ class Attempt:
 
     def tick(self, now: float) -> None:
         """One look at signals, the STOP file, the ranks and the clock."""
-        self.lock.beat()
+        try:
+            self.lock.beat()
+        except Replaced as error:
+            self.end(now, error.what, error.fix, REPLACED)
         if self.passing is not None:
             self.passing.pump()
         self.take_signals(now)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpctrain.comm.world import QUICK_START
 from hpctrain.errors import MissingExtra, UserError
+from hpctrain.system import python
 
 PROBE_S = 120.0
 """A file system under load gives a library within minutes or not at all."""
@@ -60,7 +61,7 @@ def probe() -> MpiLibrary:
         MissingExtra: mpi4py is not installed.
         UserError: it is, but finds no MPI library in time, or one of an unknown family.
     """
-    command = [sys.executable, "-c", PROBE]
+    command = python.code(PROBE)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired as error:

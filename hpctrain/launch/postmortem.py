@@ -14,7 +14,7 @@ from hpctrain.run import deaths, events
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.run.verdict import NODE, Action, Verdict
-from hpctrain.system import processes
+from hpctrain.system import processes, safe_read
 
 FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 """Of errors that come again in every attempt."""
@@ -58,16 +58,17 @@ def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
     """Why the monitor ended the ranks, if it did; their deaths are its doing then."""
     for event in _hangs(run_dir, attempt):
         if event.get("kind") == "hung" and event.get("action") == "abort":
-            culprit = next((rank["rank"] for rank in event["ranks"]), None)
+            culprit = next((rank.get("rank") for rank in event.get("ranks", ())), None)
+            what = str(event.get("sentence") or "no rank moved any more")
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
-            return Verdict(Action.REQUEUE, ExitCode.FAILURE, event["sentence"], fix, culprit, cause="hang")
+            return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, culprit, cause="hang")
     return None
 
 
 def died_first(run_dir: RunDir, attempt: int, words: Sequence[LastWord] = ()) -> list[int]:
     """Ranks that the monitor saw die before any other; those that died after a rank's own error are its victims."""
     told = next((event for event in _hangs(run_dir, attempt) if event.get("kind") == "died"), None)
-    among = [rank["rank"] for rank in told["ranks"]] if told else []
+    among = [rank["rank"] for rank in (told or {}).get("ranks", ()) if rank.get("rank") is not None]
     first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
     noted = [rank for at, rank in deaths.noted(run_dir, attempt) if at < first_error]
     return [rank for rank in noted if rank in among or not among][:1] or among
@@ -76,10 +77,10 @@ def died_first(run_dir: RunDir, attempt: int, words: Sequence[LastWord] = ()) ->
 def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:
     """What the monitor said of ranks that hang or died in an attempt."""
     try:
-        told = events.decode(run_dir.monitor_events.read_bytes())
+        told = events.Decoder().events(safe_read.lines(run_dir.monitor_events))
+        return [event for event in told if event["event"] == "hang" and event["attempt"] == attempt]
     except OSError:
         return []
-    return [event for event in told if event["event"] == "hang" and event["attempt"] == attempt]
 
 
 def missing_ranks(

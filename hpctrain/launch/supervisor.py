@@ -7,12 +7,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpctrain.errors import ExitCode, HpctrainError
+from hpctrain.errors import ExitCode, HpctrainError, Replaced
 from hpctrain.launch.attempt import Attempt, Launch, Limits
 from hpctrain.run.folder import RunDir, write_atomically
 from hpctrain.run.last_words import LastWord, merge
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.verdict import PREFLIGHT, Action, Verdict
+from hpctrain.run.verdict import PREFLIGHT, Action, Verdict, replaced
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
 
@@ -51,24 +51,45 @@ def supervise(
     lock = LiveLock(run_dir, myself())
     lock.acquire()
     try:
-        number = run_dir.begin_attempt(host=socket.gethostname(), job_id=os.environ.get("SLURM_JOB_ID"), **facts)
-        if run_yaml is not None:
-            write_atomically(run_dir.run_yaml, run_yaml.encode())
         words: list[LastWord] = []
-        try:
-            with lock.kept():
-                launch = make_launch(number)
-        except HpctrainError as error:
-            verdict = Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause=PREFLIGHT)
+        with lock.kept():  # by a thread as long as nothing is started; then by the attempt at each look
+            number = run_dir.begin_attempt(host=socket.gethostname(), job_id=os.environ.get("SLURM_JOB_ID"), **facts)
+            if run_yaml is not None:
+                write_atomically(run_dir.run_yaml, run_yaml.encode())
+            launch = prepare(make_launch, number)
+        launch = lost(lock, number) or launch  # that took its time
+        if isinstance(launch, Verdict):
+            verdict = launch
         else:
             attempt = Attempt(launch, run_dir, number, lock, signals, limits, verbose)
             attempt.by_person = by_person or attempt.by_person
             verdict, words = attempt.run()
+        verdict = lost(lock, number) or verdict
         record(run_dir, number, verdict, words)
         return verdict
     finally:
         lock.release()
         signals.restore()
+
+
+def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | Verdict:
+    """What to start, or the verdict on an attempt that cannot start."""
+    try:
+        return make_launch(number)
+    except HpctrainError as error:
+        return Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause=PREFLIGHT)
+
+
+def lost(lock: LiveLock, number: int) -> Verdict | None:
+    """The verdict on an attempt that another has replaced; none on one that has its run folder still."""
+    try:
+        lock.check()
+        lock.run_dir.check_fence(number)
+    except Replaced as error:
+        return replaced(error)
+    except OSError as error:  # that it cannot be seen changes nothing
+        say(f"whether a newer attempt has begun cannot be seen: {error}")
+    return None
 
 
 def record(run_dir: RunDir, number: int, verdict: Verdict, words: Sequence[LastWord]) -> None:

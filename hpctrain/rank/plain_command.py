@@ -5,6 +5,7 @@ The program gets what our own ranks have: a log, a stop request as a signal, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -14,10 +15,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import ExitCode, Replaced
 from hpctrain.launch.launcher_messages import signal_name
 from hpctrain.run.folder import RUN_DIR, RunDir, current_attempt
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
+from hpctrain.run.live_lock import BEAT_S
 from hpctrain.system import processes
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals
@@ -29,6 +31,8 @@ STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"
 TICK_S = 0.1
 POLL_S = 2.0
 """Seconds between two looks for the STOP file."""
+KILL_GRACE_S = 5.0
+"""Seconds between asking the program to end and killing it, where the run goes on elsewhere."""
 
 
 def main() -> int:
@@ -49,27 +53,55 @@ def main() -> int:
     except OSError as error:
         what = f"cannot run {sys.argv[1]}: {error.strerror}"
         why = ErrorWord(what, "correct launch.command", type(error).__name__, "")
-        code = ExitCode.USER_ERROR
-        file.end(dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=code, error=why))
-        return code
-    asked = watch(child, run_dir, signals)
+        file.end(failed(word, why, ExitCode.USER_ERROR))
+        return ExitCode.USER_ERROR
+    try:
+        asked = watch(child, run_dir, attempt, word.rank, signals)
+    except Replaced as error:
+        end(child)
+        file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, ""), error.exit_code))
+        return error.exit_code
     last = ending(word, sys.argv[1], child.returncode, asked)
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
 
 
-def watch(child: subprocess.Popen[bytes], run_dir: RunDir, signals: StopSignals) -> bool:
+def failed(word: LastWord, why: ErrorWord, code: ExitCode) -> LastWord:
+    """The word of a rank that ends now, by an error of ours."""
+    return dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=code, error=why)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Ends the program, by force where it does not end by itself."""
+    child.terminate()
+    try:
+        child.wait(KILL_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def watch(
+    child: subprocess.Popen[bytes], run_dir: RunDir, attempt: int, number: int | None, signals: StopSignals
+) -> bool:
     """Waits for the program's end and passes a stop request on, once; whether there was one.
 
     A signal is not passed on: schedulers send it to all processes of a rank, and the program may need its time to end.
+
+    Raises:
+        Replaced: rank 0 has found that a newer attempt has begun. The program still runs.
     """
-    asked, next_look = False, 0.0
+    asked, next_look, next_look_at_fence = False, 0.0, 0.0
     while True:
         try:
             child.wait(TICK_S)
             return asked or bool(signals.received)
         except subprocess.TimeoutExpired:
             pass
+        if number == 0 and time.monotonic() >= next_look_at_fence:  # where it ends, the others are ended
+            next_look_at_fence = time.monotonic() + BEAT_S
+            with contextlib.suppress(OSError):  # a file server that does not answer now
+                run_dir.check_fence(attempt)
         if not asked and time.monotonic() >= next_look:
             next_look = time.monotonic() + POLL_S
             if asked := run_dir.stop_file.exists():

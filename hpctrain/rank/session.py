@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,9 @@ from hpctrain.errors import ExitCode, HpctrainError, RunFailed
 from hpctrain.run import provenance
 from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir, create_exclusively, current_attempt, write_atomically
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word, merge
-from hpctrain.run.live_lock import BEAT_S, LiveLock, myself
+from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.verdict import decide
-from hpctrain.system import processes
+from hpctrain.system import foreign_text, processes
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.train.hooks import StopReason
@@ -72,7 +71,8 @@ class Session:
     verbose: bool = False
     supervised: bool = False
     run_dir: RunDir | None = None
-    lock: LiveLock | None = None
+    holding: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """The run folder's lock, where there is no supervisor to hold it."""
     word: LastWord = dataclasses.field(default_factory=lambda: first_word(None))
     user_stderr: int = 2
     """Descriptor that reaches the user."""
@@ -128,10 +128,7 @@ class Session:
     def begin_attempt(self, run_dir: RunDir, config: Config) -> int:
         """What a supervisor does at the start, for ranks that have none."""
         run_dir.create()
-        lock = LiveLock(run_dir, myself())
-        lock.acquire()
-        self.lock = lock
-        threading.Thread(target=_beat, args=(lock,), daemon=True).start()
+        self.holding.enter_context(LiveLock(run_dir, myself()).held())
         write_atomically(run_dir.run_yaml, dump(config).encode())
         job = os.environ.get("SLURM_JOB_ID")
         return run_dir.begin_attempt(host=self.world.host, job_id=job, ranks=self.world.size, **provenance.of_run())
@@ -186,7 +183,7 @@ class Session:
         unexpected = not isinstance(error, HpctrainError)
         if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
             with contextlib.suppress(OSError):  # the log's disk may be full, and the others must still be ended
-                print(trace, file=sys.stderr, flush=True)
+                foreign_text.show(trace, sys.stderr)
         if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
             first = lowest_failing(told)
         if not self.supervised and self.shows(first):
@@ -221,7 +218,7 @@ class Session:
     def write(self, descriptor: int, text: str) -> None:
         """That it cannot be told ends nothing."""
         with contextlib.suppress(OSError):
-            os.write(descriptor, f"hpctrain: {text}\n".encode())
+            os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 
     def conclude(self) -> None:
         """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""
@@ -234,8 +231,7 @@ class Session:
             if len(words) == self.world.size and all(word.ending is not Ending.RUNNING for word in words):
                 merge(self.run_dir, number, words, verdict)
             self.run_dir.end_attempt(number, verdict=verdict, hosts=sorted({word.host for word in words}))
-        if self.lock is not None:
-            self.lock.release()
+        self.holding.close()
 
 
 def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
@@ -308,9 +304,3 @@ def _place(error: BaseException) -> str:
 def _own_channel(world: World) -> Group:
     comm = world.everyone.comm
     return Group("errors", comm.Dup() if comm is not None else None)
-
-
-def _beat(lock: LiveLock) -> None:
-    while True:
-        time.sleep(BEAT_S)
-        lock.beat()

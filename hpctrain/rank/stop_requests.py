@@ -1,4 +1,4 @@
-"""The ranks agree on a request to stop at a step boundary, at no cost to the step."""
+"""The ranks agree at a step boundary that they are to stop, at no cost to the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.run.folder import RunDir
+from hpctrain.errors import Replaced
+from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.live_lock import BEAT_S
 from hpctrain.system.signals import StopSignals
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -21,12 +23,17 @@ if TYPE_CHECKING:
 
 STOP_FILE = 128
 """What rank 0 tells the others in place of a signal number when it found the STOP file."""
+REPLACED = 256
+"""The same where rank 0 found that a newer attempt has begun."""
 POLL_S = 1.0
 """Seconds between two looks for the STOP file: a look may be a round trip to a metadata server."""
 
 
 class StopRequests(BaseHook):
     """Ends the loop on all ranks after the same step once any rank got a signal, or rank 0 found the STOP file.
+
+    Where rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead, and save
+    nothing: that holds too where their supervisor is gone or asleep.
 
     After each step the ranks start a non-blocking maximum over their flags, and read the one started a step before:
     its messages travelled during the step, so reading it does not wait.
@@ -41,9 +48,11 @@ class StopRequests(BaseHook):
         self.request: Any = None
         self.mine = np.zeros(1, dtype=np.int32)
         self.agreed = np.zeros(1, dtype=np.int32)
+        self.attempt = current_attempt()
         self.looks_for_file = False
         self.stop_path = os.fspath(run_dir.stop_file)
         self.next_look = 0.0
+        self.next_look_at_fence = 0.0
 
     def before_fit(self, trainer: Trainer) -> None:
         """See Hook."""
@@ -59,6 +68,8 @@ class StopRequests(BaseHook):
         flag = self.agree()
         if not flag:
             return None
+        if flag == REPLACED:
+            raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
         if trainer.world.rank == 0:
             self.report("stop_requested", trainer.state.step, by=self.describe(flag))
         return StopReason.REQUESTED
@@ -79,6 +90,8 @@ class StopRequests(BaseHook):
 
     def flag(self) -> int:
         """This rank's own request."""
+        if self.looks_for_file and self.finds_replacement():
+            return REPLACED
         if self.signals.received:
             return self.signals.first
         return STOP_FILE if self.looks_for_file and self.finds_file() else 0
@@ -90,6 +103,20 @@ class StopRequests(BaseHook):
             return False
         self.next_look = now + POLL_S
         return os.path.exists(self.stop_path)
+
+    def finds_replacement(self) -> bool:
+        """Looks whether a newer attempt has begun, as often as a holder of the run folder gives a sign of life."""
+        now = time.monotonic()
+        if now < self.next_look_at_fence:
+            return False
+        self.next_look_at_fence = now + BEAT_S
+        try:
+            self.run_dir.check_fence(self.attempt)
+        except Replaced:
+            return True
+        except OSError:  # a file server that does not answer now
+            pass
+        return False
 
     def describe(self, flag: int) -> str:
         """Who asked."""

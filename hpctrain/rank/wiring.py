@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import World
@@ -13,6 +15,7 @@ from hpctrain.data import open_dataset
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data.transform import load
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.monitor.rank.clock import RingClock
@@ -65,8 +68,9 @@ def make_problem(config: Config, world: World) -> Problem:
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, config.seed, config.train.precision)
-    train = open_dataset(task.train)
     data = config.data
+    train = open_dataset(task.train, allow_outside=data.allow_outside)
+    make_weights(task, lambda: train, config.seed)
     order = Order(
         length=len(train),
         global_batch=global_batch(config.train, world.data.size),
@@ -75,7 +79,19 @@ def make_problem(config: Config, world: World) -> Problem:
         block_samples=data.block_samples,
         drop_last=data.drop_last,
     )
-    return Problem(task, train, None if task.validation is None else open_dataset(task.validation), order)
+    validation = None
+    if task.validation is not None:
+        validation = open_dataset(task.validation, allow_outside=data.allow_outside)
+    return Problem(task, train, validation, order)
+
+
+def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
+    """Makes the weights of a Keras model that waits for its first batch, by a dry call on one sample of its data."""
+    if isinstance(task, KerasTask):
+        from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+
+        if lacks_weights(task.model):
+            dry_call(task, load(train(), task.transform, seed, epoch=0, ids=np.arange(1)))
 
 
 def require_same_data(problem: Problem, world: World) -> None:

@@ -25,9 +25,9 @@ class FlatGradients:
     def join(self, gradients: Sequence[tf.Tensor], slots: Mapping[int, tf.Tensor]) -> tf.Tensor:
         """Copies gradients, in the order of the variables, and the slots that are given into one tensor."""
         rows: list[tf.Tensor] = []
-        for gradient in reversed(gradients):
-            numbers = tf.reshape(tf.cast(gradient, tf.float32), (-1,))
-            rows += [numbers, tf.zeros(-numbers.shape[0] % ROW)]
+        for gradient, size in zip(reversed(gradients), reversed(self.layout.sizes), strict=True):
+            # TensorFlow does not know every gradient's shape in advance, such as that of Dense over three axes.
+            rows += [tf.reshape(tf.cast(gradient, tf.float32), (size,)), tf.zeros(-size % ROW)]
         last = [tf.cast(slots.get(slot, 0.0), tf.float32) for slot in range(SLOTS)]
         return tf.reshape(tf.concat([*rows, tf.stack(last)], 0), (-1, ROW))
 

@@ -237,9 +237,14 @@ def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
             tensor.copy_(host)
 
 
+def state_of(model: Module) -> dict[str, Tensor]:
+    """Tensors of a model's ``state_dict``, which may hold what is none: the extra state of modules."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
 def require_same_model(group: Group, model: Module) -> None:
     """Raises UserError, on every rank, where ranks built models of different names, shapes or types."""
-    described = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()])
+    described = repr([(name, tuple(it.shape), str(it.dtype)) for name, it in state_of(model).items()])
     digests = group.allgather(hashlib.sha256(described.encode()).hexdigest(), "compare the models")
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:

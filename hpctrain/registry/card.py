@@ -13,6 +13,8 @@ from hpctrain.errors import UserError
 from hpctrain.report.summary import summarize
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunData
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import fits
 
 
 def model_card(data: RunData, step: int | None = None) -> str:
@@ -52,11 +54,9 @@ def model_card(data: RunData, step: int | None = None) -> str:
 
 def fingerprint(data: RunData, step: int | None) -> str | None:
     """Of the training data, as a checkpoint's manifest has it."""
-    manifest = read_manifest(data, step)
-    meta = (manifest.get("manifest") or {}).get("meta") or {}
-    identity = meta.get("identity") or {}
-    found = identity.get("data")
-    return str(found) if found else None
+    manifest = read_manifest(data, step).get("manifest") or {}
+    identity = (manifest.get("meta") or {}).get("identity") or {}
+    return str(identity["data"]) if identity.get("data") else None
 
 
 def read_manifest(data: RunData, step: int | None) -> Mapping[str, Any]:
@@ -65,9 +65,13 @@ def read_manifest(data: RunData, step: int | None) -> Mapping[str, Any]:
     wanted = f"step-{step:09d}" if step is not None else "step-*"
     paths = sorted(folder.glob(f"{wanted}/manifest.json"))
     try:
-        return dict(json.loads(paths[-1].read_bytes())) if paths else {}
+        found: dict[str, Any] = safe_read.read_json(paths[-1]) if paths else {}
     except (OSError, ValueError):
         return {}
+    return found if _is_manifest(found) else {}
+
+
+_is_manifest = fits({"manifest": ({"meta": ({"identity": (dict, None)}, None)}, None)})
 
 
 def _date(seconds: float | None) -> str | None:

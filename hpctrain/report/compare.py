@@ -65,7 +65,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested keys, dotted."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return flat
 
 

@@ -29,8 +29,8 @@ class Explanation:
 
     cause: str
     """One word for scripts: completed, nan, out_of_memory, killed, node, hang, disk_full, singletons, user_error,
-    exception, damaged_checkpoint, horovod, in_use, no_progress, stopped, time_limit, vanished, straggler, data_bound,
-    exchange_bound, running, unknown."""
+    exception, damaged_checkpoint, unreadable_checkpoint, horovod, in_use, no_progress, stopped, time_limit, vanished,
+    straggler, data_bound, exchange_bound, running, unknown."""
     title: str
     """What happened, in one sentence."""
     evidence: tuple[str, ...] = ()
@@ -135,10 +135,15 @@ PATTERNS: Sequence[tuple[str, str, str]] = (
         "The ranks did not find each other",
     ),
     ("disk_full", r"No space left|Disk quota|File too large", "A disk was full"),
+    ("unreadable_checkpoint", r"cannot be read now", "A file system did not give a checkpoint"),
     ("damaged_checkpoint", r"checkpoints?\b.*(damaged|none is sound|checksum)", "No sound checkpoint was found"),
     ("horovod", r"Horovod (is not installed|and mpi4py)|horovod\.\w+ cannot be", "Horovod cannot be used"),
     ("out_of_memory", r"out of memory|OutOfMemory|MemoryError|Cannot allocate", "Memory ran out"),
-    ("in_use", r"in use by another live run|replaced by attempt", "Another live run holds the run folder"),
+    (
+        "in_use",
+        r"in use by another live run|been (replaced|taken over) by",
+        "Another live run holds the run folder",
+    ),
     ("read_only", r"Read-only file system", "A file system cannot be written"),
     ("preflight", r"^preflight: ", "The job's own checks before the start found a fault"),
 )

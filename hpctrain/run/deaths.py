@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.system import safe_read
 
 
 def note(rank: int) -> None:
@@ -26,7 +27,7 @@ def note(rank: int) -> None:
 def noted(run: RunDir, attempt: int) -> list[tuple[float, int]]:
     """Unix seconds and rank of each death of an attempt, the first one first."""
     try:
-        lines = _file(run, str(attempt)).read_text().splitlines()
+        lines = safe_read.read(_file(run, str(attempt))).decode(errors="replace").splitlines()
     except OSError:
         return []
     found = []

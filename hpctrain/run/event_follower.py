@@ -14,6 +14,7 @@ class Following:
     def __init__(self, run: RunDir) -> None:
         self.tails = [Tail(run.events), Tail(run.monitor_events)]
         self.digest = Digest()
+        self.decoder = events.Decoder()
 
     @property
     def is_behind(self) -> bool:
@@ -29,9 +30,9 @@ class Following:
         restarts = self._restarts()
         portions = [tail.lines() for tail in self.tails]
         if self._restarts() != restarts:  # another run in the same place
-            self.digest = Digest()
+            self.digest, self.decoder = Digest(), events.Decoder()
         for portion in portions:
-            for event in events.decode(portion):
+            for event in self.decoder.events(portion.split(b"\n")):
                 self.digest.add(event)
         return self.digest
 

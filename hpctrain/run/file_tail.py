@@ -7,19 +7,19 @@ from the client's cache, which may be a minute old. Nothing here writes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import typed
 
+as_object = typed(dict)
 READ_BYTES = 1 << 20
 """Bytes read at a time."""
-LINE_BYTES = 1 << 26
-"""Length from which on what has no line end is no line, and is dropped."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Tail:
                 return b""
             status = os.fstat(handle)
             self._notice_another(status)
-            self.size = status.st_size
+            self.size = min(status.st_size, safe_read.MOST_LINES_BYTES)
             while self.is_behind:
                 data = _read(handle, min(most_bytes, self.size - self.offset), self.offset)
                 if not data:
@@ -62,7 +62,7 @@ class Tail:
                     break
                 self.offset += len(data)
                 whole, end, rest = (self._rest + data).rpartition(b"\n")
-                self._rest = rest if len(rest) < LINE_BYTES else b""
+                self._rest = rest if len(rest) < safe_read.LINE_BYTES else b""
                 if end:
                     return whole + end
         return b""
@@ -80,6 +80,8 @@ class JsonFile:
     """A small file with one JSON object, which its writer replaces now and then."""
 
     path: Path
+    interpret: Callable[[Any], dict[str, Any] | None] = as_object
+    """What its reader makes of a value; None for one that cannot be its content."""
     value: dict[str, Any] = field(default_factory=dict)
     """Its last content that was whole; empty before there was any."""
     changed: float | None = None
@@ -99,11 +101,13 @@ class JsonFile:
             status = os.fstat(handle)
             self.changed = status.st_mtime
             version = status.st_ino, status.st_mtime_ns, status.st_size
-            if version != self._version and (content := _read(handle, status.st_size, 0)):
+            if version == self._version or status.st_size > safe_read.MOST_BYTES:
+                return self.value
+            if content := _read(handle, status.st_size, 0):
                 self._version = version
                 with contextlib.suppress(ValueError):
-                    found = json.loads(content)
-                    self.value = found if isinstance(found, dict) else self.value
+                    found = self.interpret(safe_read.parse_json(content))
+                    self.value = self.value if found is None else found
         return self.value
 
 
@@ -117,10 +121,10 @@ def _read(handle: int, count: int, offset: int) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """A descriptor; None where there is no such file, or the file system has lost it for the moment."""
+    """A descriptor; None where there is no plain file, or the file system has lost it for the moment."""
     handle = None
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = safe_read.open_plain(path)
     except PermissionError as error:
         raise UserError(f"{path} may not be read: {error.strerror}", "ask its owner for read permission") from error
     except OSError:

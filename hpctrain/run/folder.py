@@ -7,16 +7,19 @@ import errno
 import json
 import os
 import re
+import secrets
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import Replaced, RunFailed, UserError
 from hpctrain.run import events
+from hpctrain.run.documents import info_of, is_words
+from hpctrain.system import foreign_text, safe_read
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
@@ -26,8 +29,8 @@ ATTEMPT = "HPCTRAIN_ATTEMPT"
 RUN_DIR = "HPCTRAIN_RUN_DIR"
 """Environment variable that tells a rank its run folder; set where a supervisor watches."""
 
-MUTEX_STALE_S = 5.0
-"""Time after which one and the same lock around an update of run.json was left by a dead process: updates take ms."""
+MOST_STOP_BYTES = 1024
+"""Of a STOP file, which says who asks."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,13 @@ class RunDir:
 
     @property
     def run_json(self) -> Path:
-        """Identity and attempts."""
+        """Identity and attempts: what to read. Put together from the attempts' own files at each change."""
         return self.path / "run.json"
+
+    @property
+    def numbers(self) -> Tickets:
+        """One number an attempt, the fence between them: attempts/<number>.json and what the attempt adds to it."""
+        return Tickets(self.path / "attempts")
 
     @property
     def lock_file(self) -> Path:
@@ -123,54 +131,58 @@ class RunDir:
             UserError: it is damaged.
         """
         try:
-            info = json.loads(self.run_json.read_bytes())
-            if not _is_info(info):
+            info = info_of(safe_read.read_json(self.run_json))
+            if info is None:
                 raise ValueError("its fields are not of the types that they should be")
         except FileNotFoundError:
             return {}
-        except ValueError as error:
-            raise UserError(f"{self.run_json} is damaged: {error}", "remove it: attempts then count anew") from error
+        except (ValueError, safe_read.NotPlain, safe_read.TooLarge) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            fix = f"remove it: the next attempt writes it again from what {self.numbers.folder} holds"
+            raise UserError(f"{self.run_json} is damaged: {why}", fix) from error
         return info
 
     def update(self, **fields: Any) -> dict[str, Any]:
-        """Sets fields of run.json, atomically; the new content."""
-        with self._mutex():
-            return self._write_info({**self.info(), **fields})
+        """Sets fields of run.json that this process's attempt has found out; the new content of run.json."""
+        return self._note(current_attempt(), "fields", fields)
 
     def begin_attempt(self, **facts: Any) -> int:
         """Counts a new attempt, which fences off all earlier ones, and forgets an old stop request; its number, from 1.
 
         ``facts`` (versions, git_commit, ranks, ...) go into the attempt's entry of run.json.
         """
-        with self._mutex():
-            info = self.info()
-            attempt = int(info.get("fence", 0)) + 1
-            entry = {"attempt": attempt, "started": time.time(), "from_step": self.newest_checkpoint_step(), **facts}
-            identity = {"id": info.get("id") or uuid.uuid4().hex, "created": info.get("created") or time.time()}
-            self._write_info({**info, **identity, "fence": attempt, "attempts": [*info.get("attempts", []), entry]})
+        info = self.info()
+        entry = {"started": time.time(), "from_step": self.newest_checkpoint_step(), **facts}
+        identity = {"id": info.get("id") or uuid.uuid4().hex, "created": info.get("created") or time.time()}
+        attempt = self.numbers.take(_json({"run": identity, "attempt": entry}), above=info.get("fence", 0))
+        self._summarise()
         self.stop_file.unlink(missing_ok=True)
         return attempt
 
     def end_attempt(self, attempt: int, **facts: Any) -> None:
         """Adds how an attempt ended to its entry in run.json."""
-        ending = {"ended": time.time(), "to_step": self.newest_checkpoint_step(), **facts}
-        with self._mutex():
-            info = self.info()
-            entries = [{**e, **ending} if e["attempt"] == attempt else e for e in info.get("attempts", [])]
-            self._write_info({**info, "attempts": entries})
+        self._note(attempt, "ended", {"ended": time.time(), "to_step": self.newest_checkpoint_step(), **facts})
 
     def attempts(self) -> list[dict[str, Any]]:
         """The attempts in run.json, oldest first."""
         return list(self.info().get("attempts", []))
 
+    def fence(self) -> int:
+        """Number of the newest attempt, 0 before the first. Older versions keep it in run.json alone."""
+        written = 0
+        with contextlib.suppress(UserError):  # damaged; the attempts of this version have their own files
+            written = self.info().get("fence", 0)
+        return max(written, self.numbers.newest())
+
     def check_fence(self, attempt: int) -> None:
-        """Raises RunFailed where a newer attempt has begun: this one must not write any more."""
-        fence = int(self.info().get("fence", 0))
-        if fence > attempt:
-            raise RunFailed(
-                f"attempt {attempt} of {self.path} has been replaced by attempt {fence}",
-                "nothing to do: the newer attempt goes on from the last checkpoint",
-            )
+        """Whether an attempt may still write.
+
+        Raises:
+            Replaced: a newer one has begun.
+            OSError: that cannot be seen now.
+        """
+        if (fence := self.fence()) > attempt:
+            raise Replaced(f"attempt {attempt} of {self.path} has been replaced by attempt {fence}")
 
     def newest_checkpoint_step(self) -> int | None:
         """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
@@ -186,8 +198,9 @@ class RunDir:
     def stop_requested_by(self) -> str | None:
         """Who asked the run to stop, none if nobody did. An empty STOP file was made by a person."""
         try:
-            return self.stop_file.read_text(errors="replace").strip() or "STOP file"
-        except PermissionError:  # somebody's who shares nothing that he makes
+            said = safe_read.head(self.stop_file, MOST_STOP_BYTES).decode(errors="replace")
+            return foreign_text.line(said).strip() or "STOP file"
+        except (PermissionError, safe_read.NotPlain):  # somebody's who shares nothing that he makes, or a folder
             return "STOP file"
         except OSError:  # there is none, or a file server does not tell now
             return None
@@ -209,40 +222,110 @@ class RunDir:
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events of the run by time: both files merged, torn lines dropped, repeated steps resolved."""
-        found = []
+        found: list[events.Event] = []
         for path in (self.events, self.monitor_events):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found += events.decode(path.read_bytes())
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
+                found += events.Decoder().events(safe_read.lines(path))
         return events.resolve(found)
 
     def read_words(self, attempt: int) -> dict[str, Any]:
         """The merged last words of an attempt; empty where there are none."""
         try:
-            return dict(json.loads(self.words(attempt).read_bytes()))
-        except (FileNotFoundError, ValueError):
+            words: dict[str, Any] = safe_read.read_json(self.words(attempt))
+            return words if is_words(words) else {}
+        except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
             return {}
 
-    def _write_info(self, info: dict[str, Any]) -> dict[str, Any]:
-        write_atomically(self.run_json, json.dumps(info, indent=2).encode() + b"\n")
+    def _note(self, attempt: int, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds fields to one of an attempt's own files, which no other attempt writes; the new content of run.json."""
+        path = self.numbers.path(attempt, what)
+        self.numbers.make_folder()
+        try:
+            before = _read_object(path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        write_atomically(path, _json({**before, **fields}))
+        return self._summarise()
+
+    def _summarise(self) -> dict[str, Any]:
+        """Writes run.json; its content.
+
+        Nobody is locked out: a writer that sleeps, in an fsync perhaps, holds up nobody. What it replaces too late it
+        puts right by itself, since each writer looks again until run.json is what the attempts' own files say.
+        """
+        written = b""
+        try:
+            while (content := _json(info := self._gather())) != written:
+                write_atomically(self.run_json, content)
+                written = content
+        except OSError as error:
+            raise _cannot_write(self.run_json, error) from error
         return info
 
-    @contextlib.contextmanager
-    def _mutex(self) -> Iterator[None]:
-        """Excludes other updates of run.json, by an exclusive create: that works where flock does not."""
-        path = self.path / "run.json.lock"
-        holder, since = None, time.monotonic()
-        while not create_exclusively(path, b""):
-            if (now := _identity(path)) != holder:
-                holder, since = now, time.monotonic()
-            elif time.monotonic() - since > MUTEX_STALE_S:
-                path.unlink(missing_ok=True)
-            time.sleep(0.01)
+    def _gather(self) -> dict[str, Any]:
+        """run.json by the attempts' own files; what an older version wrote into it alone stays."""
+        info = self.info()
+        entries = {entry["attempt"]: entry for entry in info.get("attempts", [])}
+        taken = self.numbers.taken()
+        identity: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
+        for number in sorted({*entries, *taken}):
+            begun, added, ended = (_read_object(self.numbers.path(number, what)) for what in ("", "fields", "ended"))
+            entries[number] = {"attempt": number, **entries.get(number, {}), **_object(begun.get("attempt")), **ended}
+            identity = identity or _object(begun.get("run"))
+            fields |= added
+        fence = max([info.get("fence", 0), *taken])
+        return {**info, **identity, **fields, "fence": fence, "attempts": [entries[key] for key in sorted(entries)]}
+
+
+@dataclass(frozen=True)
+class Tickets:
+    """Numbers that only go up: each is a file that exactly one process creates, and nobody changes or removes."""
+
+    folder: Path
+
+    def path(self, number: int, what: str = "") -> Path:
+        """The file that stands for a number, or one that says more about it."""
+        return self.folder / (f"{number}.{what}.json" if what else f"{number}.json")
+
+    def taken(self) -> list[int]:
+        """All numbers that are taken, ascending."""
+        # An NFS client may list a folder as it was up to a minute ago. Changing the folder makes it ask the server.
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
         try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+            return sorted(int(match[1]) for match in map(TICKET.fullmatch, os.listdir(self.folder)) if match)
+        except FileNotFoundError:
+            return []
+
+    def newest(self) -> int:
+        """The highest number that is taken, 0 if none is."""
+        return max(self.taken(), default=0)
+
+    def make_folder(self) -> None:
+        """Makes the folder. Raises RunFailed where it cannot be made."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def claim(self, number: int, content: bytes) -> bool:
+        """Takes this number; False where another process has it. Raises RunFailed where it cannot be written."""
+        self.make_folder()
+        return create_exclusively(self.path(number), content)
+
+    def take(self, content: bytes, above: int = 0) -> int:
+        """Takes the next number, higher than ``above`` and than all that are taken. Raises RunFailed, see ``claim``."""
+        try:
+            number = max(above, self.newest()) + 1
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+        while not self.claim(number, content):
+            number += 1
+        return number
 
 
+TICKET = re.compile(r"(\d+)\.json")
 STEP = re.compile(r"step-(\d+)")
 
 
@@ -256,12 +339,20 @@ def current_attempt() -> int:
     return int(os.environ.get(ATTEMPT) or 1)
 
 
-def _is_info(value: Any) -> bool:
-    """Whether this can be the content of run.json."""
-    if not isinstance(value, dict) or not isinstance(value.get("fence", 0), int):
-        return False
-    entries = value.get("attempts", [])
-    return isinstance(entries, list) and all(isinstance(e, dict) and isinstance(e.get("attempt"), int) for e in entries)
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Empty where there is none yet, or a crash has torn it."""
+    try:
+        return _object(safe_read.read_json(path))
+    except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
+        return {}
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -270,7 +361,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         RunFailed: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -319,14 +410,6 @@ def create_exclusively(path: Path, content: bytes) -> bool:
     except OSError as error:
         raise _cannot_write(path, error) from error
     return True
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def _cannot_write(path: Path, error: OSError) -> RunFailed:

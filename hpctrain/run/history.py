@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,11 @@ from numpy.typing import NDArray
 
 from hpctrain.config.loading import read_yaml
 from hpctrain.errors import UserError
-from hpctrain.run.events import COMMON, REPEATED, Event
+from hpctrain.run.documents import MOST_WORD_BYTES, is_word
+from hpctrain.run.events import COMMON, REPEATED, Decoder, Event
 from hpctrain.run.folder import RunDir
+from hpctrain.system import bounded_yaml, safe_read
+from hpctrain.system.json_shape import fits, is_number
 
 NOT_PLOTTED = (*COMMON, "steps", "epoch", "total_steps")
 """Numbers of ``train`` events that are no curves."""
@@ -58,6 +60,8 @@ class RunData:
     """Events by name, repeated ones included."""
     words: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Last words by attempt."""
+    notes: tuple[str, ...] = ()
+    """What was left out, for people: events that somebody else has written."""
 
     def first(self, event: str) -> Event:
         """The first event of a name, empty if there is none."""
@@ -71,10 +75,10 @@ class RunData:
 def read(run_dir: RunDir) -> RunData:
     """Reads a run folder: of a finished, running or failed run, or what is left of one. Never writes."""
     files = [path for path in (run_dir.events, run_dir.monitor_events) if path.is_file()]
-    starts = takeover_steps(line for path in files for line in _lines(path))
-    columns = Columns(starts)
-    for path in files:
-        for event in _events(_lines(path)):
+    starts = takeover_steps(line for path in files for line in safe_read.lines(path))
+    columns, decoders = Columns(starts), {path: Decoder() for path in files}
+    for path, decoder in decoders.items():
+        for event in decoder.events(safe_read.lines(path)):
             columns.add(event)
     try:
         info = run_dir.info()
@@ -91,23 +95,26 @@ def read(run_dir: RunDir) -> RunData:
         rare={name: sorted(events, key=lambda event: event["time"]) for name, events in columns.rare.items()},
         counts=dict(columns.counts),
         words={attempt: words for attempt in attempts if (words := _words(run_dir, attempt))},
+        notes=tuple(f"{path}: {decoder.note}" for path, decoder in decoders.items() if decoder.note),
     )
 
 
 def run_config(path: Path) -> dict[str, Any]:
     """run.yaml as it stands; empty where it is missing or damaged."""
     try:
-        loaded = read_yaml(path.read_text(encoding="utf-8"))
+        loaded: dict[str, Any] = read_yaml(safe_read.read(path, bounded_yaml.MOST_BYTES).decode())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return loaded if _is_config(loaded) else {}
 
 
 def takeover_steps(lines: Iterable[bytes]) -> dict[int, int]:
     """The step at which each attempt took over: what earlier ones did beyond it was done again."""
     marked = (line for line in lines if b'"run_started"' in line or b'"resumed"' in line)
     return {
-        event["attempt"]: event["step"] for event in _events(marked) if event["event"] in ("run_started", "resumed")
+        event["attempt"]: event["step"]
+        for event in Decoder().events(marked)
+        if event["event"] in ("run_started", "resumed")
     }
 
 
@@ -155,7 +162,7 @@ class Columns:
     @staticmethod
     def _numbers(columns: dict[str, array[float]], event: Event, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if name not in NOT_PLOTTED and isinstance(value, (int, float)):
+            if name not in NOT_PLOTTED and is_number(value):
                 columns[name].extend((event["step"], event["time"], value))
 
 
@@ -167,23 +174,11 @@ def _words(run_dir: RunDir, attempt: int) -> dict[str, Any]:
     ranks = []
     for path in sorted((run_dir.ranks / str(attempt)).glob("*.json")):
         try:
-            ranks.append(json.loads(path.read_bytes()))
+            word = safe_read.read_json(path, MOST_WORD_BYTES)
         except (OSError, ValueError):
             continue
+        ranks += [word] if is_word(word) else []
     return {"ranks": ranks} if ranks else {}
 
 
-def _events(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Whole events; torn lines, which a crash or a full disk leaves, are dropped."""
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and all(key in event for key in COMMON):
-            yield event
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        yield from file
+_is_config = fits({"name": (str, None), **dict.fromkeys(("launch", "train", "track", "task_args"), (dict, None))})

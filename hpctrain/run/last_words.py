@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunFailed
+from hpctrain.run.documents import MOST_WORD_BYTES, is_word
 from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.system import safe_read
 from hpctrain.system.processes import birth, machine
 
 FILE_BYTES = 16384
@@ -160,10 +162,11 @@ def pieces(run_dir: RunDir, attempt: int) -> Path:
 
 def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
     """The words that ranks wrote so far, by rank."""
-    words = []
+    words: list[LastWord] = []
     for path in sorted(pieces(run_dir, attempt).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            words.append(LastWord.from_json(json.loads(path.read_bytes())))
+            saved = safe_read.read_json(path, MOST_WORD_BYTES)
+            words += [LastWord.from_json(saved)] if is_word(saved) else []
     return sorted(words, key=lambda word: (word.rank is None, word.rank or 0))
 
 

@@ -1,4 +1,8 @@
-"""One live run a folder: a lock that names its holder, works without flock, and is taken over from the dead."""
+"""One live run a folder: a lock that names its holder, works without flock, and is taken over from the dead.
+
+It keeps two live runs apart. That none of them writes once it has lost the lock is the matter of the fence between
+attempts (``RunDir.check_fence``).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from hpctrain.errors import UserError
-from hpctrain.run.folder import RunDir, create_exclusively
+from hpctrain.errors import Replaced, RunFailed, UserError
+from hpctrain.run.folder import RunDir, Tickets, create_exclusively, write_atomically
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import is_count, is_time, typed
 from hpctrain.system.processes import birth, is_alive, machine
 
 BEAT_S = 10.0
 """Seconds between two signs of life in the lock file."""
+MOST_BYTES = 1 << 16
+"""Of a lock file."""
 STALE_S = 60.0
 """Silence after which a holder whose process cannot be looked at counts as dead."""
+TORN_S = 1.0
+"""Age from which on a file without a holder's name in it is one that a crash has torn."""
 
 
 @dataclass(frozen=True)
@@ -49,47 +58,104 @@ def myself() -> Holder:
     return Holder(*process, job, restarts, time.time(), os.environ.get("SLURM_CLUSTER_NAME"))
 
 
+@dataclass(frozen=True)
+class Purpose:
+    """What a run folder is locked for; locks for different purposes do not exclude each other."""
+
+    name: str
+    what: str
+    """What to say of a live holder: {run} and {holder} are filled in."""
+    fix: str
+
+
+TO_RUN = Purpose(
+    "run",
+    "run folder {run} is in use by another live run: {holder}",
+    "wait for it, stop it (touch STOP in the run folder), or choose another name or run_dir",
+)
+TO_SUBMIT = Purpose(
+    "submit",
+    "run folder {run} is being submitted at this moment: {holder}",
+    "wait until that has ended; hpctrain status then shows its job",
+)
+
+
 @dataclass
 class LiveLock:
-    """The lock of a run folder. ``acquire``, ``beat`` now and then, ``release``."""
+    """A lock of a run folder: ``acquire``, ``beat`` now and then, ``release``; or all three by ``with lock.held()``.
+
+    To take it is to create the next of the tickets locks/<purpose>/<number>.json, none of which is ever changed or
+    removed: of many that want a dead holder's lock one gets it, and the holder of an older ticket has lost it. The file
+    <purpose>.lock repeats who holds it, for those that only want to know.
+    """
 
     run_dir: RunDir
     holder: Holder
+    purpose: Purpose = TO_RUN
+    number: int = 0
+    """Of the ticket."""
     beaten: float = 0.0
+
+    @property
+    def tickets(self) -> Tickets:
+        """One for each time that the lock was taken."""
+        return Tickets(self.run_dir.path / "locks" / self.purpose.name)
+
+    @property
+    def file(self) -> Path:
+        """Names the holder; its time is that of the last sign of life."""
+        return self.run_dir.path / f"{self.purpose.name}.lock"
 
     def acquire(self) -> None:
         """Takes the lock, from a dead holder if need be.
 
         Raises:
-            UserError: a live run uses the folder.
+            UserError: a live process has it.
+            RunFailed: the folder cannot be used.
         """
-        content = json.dumps(asdict(self.holder)).encode()
-        path = self.run_dir.lock_file
-        while not create_exclusively(path, content):
-            other = read(path)
-            if other is not None and is_live(other, silence_s(path), self.holder):
-                raise UserError(
-                    f"run folder {self.run_dir.path} is in use by another live run: {_describe(other)}",
-                    "wait for it, stop it (touch STOP in the run folder), or choose another name or run_dir",
-                )
-            _take_away(path, other)
-        self.beaten = time.monotonic()
+        try:
+            while not self._take():
+                pass  # another one was faster
+            self._show()
+        except OSError as error:
+            what = f"run folder {self.run_dir.path} cannot be locked: {error.strerror or error}"
+            raise RunFailed(what, "check that it may be read and written, then run the same command again") from error
+
+    def check(self) -> None:
+        """Whether this holder still has the lock.
+
+        Raises:
+            Replaced: another one has it.
+            OSError: that cannot be seen now.
+        """
+        newest = self.tickets.newest()
+        other = read(self.tickets.path(newest))
+        if newest > self.number or other not in (None, self.holder) or self._is_released(newest):
+            who = "another process" if other in (None, self.holder) else _describe(other)
+            raise Replaced(f"run folder {self.run_dir.path} has been taken over by {who}")
 
     def beat(self) -> None:
-        """A sign of life, written at most every BEAT_S seconds: call it as often as you like."""
+        """A sign of life, given at most every BEAT_S seconds: call it as often as you like.
+
+        Raises:
+            Replaced: another process has the lock. A file server that does not answer does not tell that.
+        """
         if time.monotonic() - self.beaten >= BEAT_S:
             self.beaten = time.monotonic()
-            with contextlib.suppress(OSError):
-                os.utime(self.run_dir.lock_file)
+            with contextlib.suppress(OSError, RunFailed):
+                self.check()
+                os.utime(self.tickets.path(self.number))
+                self._show()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Signs of life from a thread, while the body takes its time."""
+        """Signs of life from a thread, while the body takes its time; they end where the lock is lost."""
         over = threading.Event()
 
         def beat() -> None:
-            while not over.wait(BEAT_S):
-                self.beat()
+            with contextlib.suppress(Replaced):  # told to whoever asks next
+                while not over.wait(BEAT_S):
+                    self.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -97,20 +163,79 @@ class LiveLock:
             yield
         finally:
             over.set()
-            thread.join()
+            thread.join(BEAT_S)  # a file server may hold it up
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Takes the lock for the body, and keeps it alive. Raises as ``acquire`` does."""
+        self.acquire()
+        try:
+            with self.kept():
+                yield
+        finally:
+            self.release()
 
     def release(self) -> None:
-        """Gives the lock back, unless somebody has taken it over."""
-        if read(self.run_dir.lock_file) == self.holder:
-            self.run_dir.lock_file.unlink(missing_ok=True)
+        """Gives the lock back, unless somebody has taken it over. On a full disk the holder's end does that."""
+        with contextlib.suppress(OSError, RunFailed):
+            if read(self.file) == self.holder:
+                self.file.unlink(missing_ok=True)
+            newest = self.tickets.newest()
+            if read(self.tickets.path(newest)) == self.holder:
+                create_exclusively(self._released(newest), b"")
+
+    def _take(self) -> bool:
+        """Creates the next ticket; whether it is the newest one then."""
+        newest = self.tickets.newest()
+        if (other := self._live_holder(newest)) is not None:
+            what = self.purpose.what.format(run=self.run_dir.path, holder=_describe(other))
+            raise UserError(what, self.purpose.fix)
+        self.number, self.beaten = newest + 1, time.monotonic()
+        # A process that slept before it had written its name into the ticket may have been taken for dead.
+        return self.tickets.claim(self.number, _encode(self.holder)) and self.tickets.newest() == self.number
+
+    def _live_holder(self, newest: int) -> Holder | None:
+        """Who has the lock, by the newest ticket and by the lock file, which is all that older versions write."""
+        ticket = self.tickets.path(newest)
+        for path in (self.file,) if self._is_released(newest) else (self.file, ticket):
+            other = _settled(path)
+            if other is not None and is_live(other, silence_s(path), self.holder):
+                return other
+        return None
+
+    def _show(self) -> None:
+        """Touches the lock file where it is this holder's, and makes it so where it is not."""
+        with contextlib.suppress(FileNotFoundError):
+            handle = safe_read.open_plain(self.file)
+            try:
+                if _decode(os.read(handle, MOST_BYTES)) == self.holder:
+                    os.utime(handle)
+                    return
+            finally:
+                os.close(handle)
+        write_atomically(self.file, _encode(self.holder))
+
+    def _released(self, number: int) -> Path:
+        return self.tickets.path(number, "released")
+
+    def _is_released(self, number: int) -> bool:
+        return self._released(number).exists()
+
+
+lock_of = typed(
+    {
+        **{"host": str, "pid": is_count, "birth": float, "machine": str, "job": (str, None)},
+        **{"restarts": is_count, "since": is_time, "cluster": (str, None)},
+    }
+)
+"""The content of a lock file; None for a value that cannot be that."""
 
 
 def read(path: Path) -> Holder | None:
-    """The holder of a lock file; none where there is no lock, or it is still empty or damaged."""
+    """The holder in a lock file or ticket; none where there is no such file, or it is still empty or damaged."""
     try:
-        saved: dict[str, Any] = json.loads(path.read_bytes())
-        return Holder(**saved)
-    except (OSError, ValueError, TypeError):
+        return _decode(safe_read.read(path, MOST_BYTES))
+    except OSError:
         return None
 
 
@@ -147,19 +272,23 @@ def silence_s(path: Path) -> float:
             probe.unlink()
 
 
-def _take_away(path: Path, dead: Holder | None) -> None:
-    """Removes the lock of a dead holder, but not the one of another process that was faster."""
-    if dead is None:  # being written just now, or torn by a crash in the middle of it
+def _settled(path: Path) -> Holder | None:
+    """The holder in a file that may be being written just now, or was torn by a crash in the middle of it."""
+    while (found := read(path)) is None and path.exists() and silence_s(path) < TORN_S:
         time.sleep(0.05)
-        if read(path) is not None or silence_s(path) < 1.0:
-            return
-    aside = path.with_name(f".stale.{socket.gethostname()}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, aside)
-        if read(aside) != dead:
-            with contextlib.suppress(OSError):
-                os.link(aside, path)
-        aside.unlink(missing_ok=True)
+    return found
+
+
+def _encode(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder)).encode()
+
+
+def _decode(content: bytes) -> Holder | None:
+    try:
+        saved = lock_of(safe_read.parse_json(content))
+        return None if saved is None else Holder(**saved)
+    except (ValueError, TypeError):
+        return None
 
 
 def _describe(other: Holder) -> str:

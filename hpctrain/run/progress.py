@@ -123,7 +123,7 @@ class Digest:
             (begin, first), (end, last) = self._marks[0], self._marks[-1]
             return (last - first) / (end - begin) if end > begin and last > first else None
         train = self.newest.get("train", {})
-        seconds = sum((train.get("seconds") or {}).values())
+        seconds = sum(filter(None, (train.get("seconds") or {}).values()))
         return train["steps"] / seconds if train.get("steps") and seconds > 0 else None
 
     @property

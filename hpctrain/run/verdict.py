@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import ExitCode, Replaced
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 
 NODE = "node"
 """Cause of a verdict: a node was lost, or could not start its ranks."""
 PREFLIGHT = "preflight"
 """Cause of a verdict: something was wrong before any rank was started."""
+REPLACED = "replaced"
+"""Cause of a verdict: a newer attempt has taken over, to which the run and its jobs belong now."""
 
 
 class Action(StrEnum):
@@ -45,7 +47,7 @@ class Verdict:
     host: str | None = None
     """Its host."""
     cause: str | None = None
-    """error, killed, out_of_memory, node, hang, vanished, preflight; none where nothing failed."""
+    """error, killed, out_of_memory, node, hang, vanished, preflight, replaced; none where nothing failed."""
 
     def to_json(self) -> dict[str, Any]:
         """For run.json and the last words."""
@@ -58,6 +60,11 @@ class Verdict:
             "host": self.host,
             "cause": self.cause,
         }
+
+
+def replaced(error: Replaced) -> Verdict:
+    """On an attempt that may not write any more, whatever became of its ranks."""
+    return Verdict(Action.DO_NOT_REQUEUE, error.exit_code, error.what, error.fix, cause=REPLACED)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def blame(words: Sequence[LastWord]) -> Verdict:
 def trailing_failures(attempts: Sequence[Mapping[str, Any]]) -> int:
     """Failed attempts at the end of the list, the newest included, that saved no new checkpoint.
 
-    Those that a node failed are left out: they say nothing of the run.
+    Those that a node failed, or that a newer attempt replaced, are left out: they say nothing of the run.
     """
     count, next_from = 0, None
     for index, attempt in enumerate(reversed(attempts)):
@@ -144,7 +151,7 @@ def trailing_failures(attempts: Sequence[Mapping[str, Any]]) -> int:
         ended = {"to_step": next_from, **attempt}
         if verdict.get("exit_code") in (ExitCode.DONE, ExitCode.STOPPED) or progressed(ended):
             break
-        count += verdict.get("cause") != NODE
+        count += verdict.get("cause") not in (NODE, REPLACED)
         next_from = attempt.get("from_step")
     return count
 
@@ -192,6 +199,8 @@ def _blame_error(failed: Sequence[LastWord]) -> Verdict:
     assert first.error is not None, "a FAILED word holds its error"
     everywhere = len(failed) > 1 and Counter(word.error.what for word in failed if word.error)[first.error.what] > 1
     where = "" if everywhere or first.rank is None else f"rank {first.rank} on {first.host}: "
+    if first.error.type == Replaced.__name__:
+        return replaced(Replaced(first.error.what, first.error.fix))
     code = ExitCode(first.exit_code) if first.exit_code in set(ExitCode) else ExitCode.FAILURE
     action = Action.FAIL if code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE) else Action.REQUEUE
     return Verdict(action, code, where + first.error.what, first.error.fix, first.rank, first.host, "error")

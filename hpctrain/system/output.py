@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from hpctrain.system import foreign_text
+
 TERMINAL = "HPCTRAIN_TERMINAL"
 """Environment variable of supervised ranks: columns of the terminal that the user looks at, 0 if there is none."""
 
@@ -62,4 +64,4 @@ def redirect(log: Path, keep_stdout: bool) -> int:
 
 def say(text: str) -> None:
     """To the person in front of the terminal, or reading the job's output."""
-    print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+    foreign_text.show(f"hpctrain: {text}", sys.stderr)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from hpctrain.system import foreign_text
+
 PLAIN_EVERY_S = 1.0
 """Least seconds between two plain lines: fast steps must not flood a batch log."""
 
@@ -37,9 +39,7 @@ class PlainConsole:
     def show(self, line: str) -> None:
         """A console that is gone (closed pipe) does not end a run."""
         try:
-            print(line, file=self.stream, flush=True)
-        except UnicodeEncodeError as error:  # a name that the terminal's encoding lacks
-            self.show(line.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            foreign_text.show(line, self.stream)
         except (OSError, ValueError):
             self.stream = open("/dev/null", "w")  # noqa: SIM115 (stays open to the end)
 

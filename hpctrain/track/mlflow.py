@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.errors import MissingExtra
 from hpctrain.run.folder import RunDir
+from hpctrain.system import foreign_text, python, safe_read
+from hpctrain.system.json_shape import fits, is_count
 
 FLUSH_S = 20.0
 """Longest wait at the end of a run for a server that answers."""
 PATIENCE_S = 1.0
 """Longest wait for one that does not."""
 LOOK_S = 0.05
+MOST_BYTES = 1 << 16
+"""Of mlflow.json."""
 
 
 class MlflowSink:
@@ -45,7 +47,7 @@ class MlflowSink:
             words = [str(self.run_dir.path), self.uri, self.experiment]
             with open(self.run_dir.logs / "mlflow.out", "ab") as log, contextlib.suppress(OSError):
                 self.follower = subprocess.Popen(
-                    [sys.executable, "-m", "hpctrain.track.mlflow_follower", *words],
+                    python.module("hpctrain.track.mlflow_follower", *words),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -53,7 +55,7 @@ class MlflowSink:
         problem = position(self.run_dir).get("problem")
         if problem and not self.told:
             self.told = True
-            print(f"hpctrain: MLflow at {self.uri} does not take the metrics: {problem}", flush=True)
+            foreign_text.show(f"hpctrain: MLflow at {self.uri} does not take the metrics: {problem}")
 
     def close(self) -> None:
         """See Sink. Waits while the server takes what is left, and hardly at all for one that does not answer."""
@@ -72,19 +74,24 @@ class MlflowSink:
             time.sleep(LOOK_S)
         left = unsent_bytes(self.run_dir)
         if left:
-            print(
+            foreign_text.show(
                 f"hpctrain: MLflow at {self.uri} lacks the newest events; "
                 f"hpctrain track sync {self.run_dir.path} sends them when it is back",
-                flush=True,
             )
 
 
 def position(run_dir: RunDir) -> dict[str, Any]:
     """What the follower has written down: run_id, offset of the first byte not sent, problem."""
     try:
-        return dict(json.loads((run_dir.path / "mlflow.json").read_bytes()))
+        saved: dict[str, Any] = safe_read.read_json(run_dir.path / "mlflow.json", MOST_BYTES)
     except (OSError, ValueError):
         return {}
+    return saved if _is_position(saved) else {}
+
+
+_is_position = fits(
+    {**dict.fromkeys(("uri", "run_id", "problem"), (str, None)), "has_params": bool, "offset": is_count}
+)
 
 
 def unsent_bytes(run_dir: RunDir) -> int:

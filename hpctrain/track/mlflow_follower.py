@@ -16,6 +16,7 @@ from hpctrain.run.events import Event, decode
 from hpctrain.run.file_tail import Tail
 from hpctrain.run.folder import RunDir, write_atomically
 from hpctrain.run.history import run_config
+from hpctrain.system import foreign_text
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars
 
@@ -121,7 +122,7 @@ class Follower:
         for path in (self.run_dir.run_yaml, self.run_dir.run_json):
             if path.is_file():
                 self.client.log_artifact(self.run_id, str(path))
-        status = "KILLED" if event["reason"] == "stop_requested" else "FINISHED"
+        status = "KILLED" if event.get("reason") == "stop_requested" else "FINISHED"
         self.client.set_terminated(self.run_id, status, int(event["time"] * 1000))
 
     def save(self) -> None:
@@ -223,7 +224,7 @@ def main() -> int:
         fields = {**known, "problem": " ".join(str(error).split())[:300]}
         write_atomically(Path(folder) / "mlflow.json", json.dumps(fields).encode())
         return 1
-    print(f"mlflow is there after {time.monotonic() - begin:.1f} s", flush=True)
+    foreign_text.show(f"mlflow is there after {time.monotonic() - begin:.1f} s")
     return 0 if follow(follower, stdin_closes) else 1
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from hpctrain.system.json_shape import is_number
 
 COUNTED = ("time", "event", "step", "attempt", "steps", "total_steps", "epoch", "seconds")
 
@@ -15,16 +16,12 @@ def scalars(event: Mapping[str, Any]) -> dict[str, float]:
     if kind == "train":
         steps = max(int(event.get("steps") or 1), 1)
         found = {f"train/{name}": value for name, value in event.items() if name not in COUNTED}
-        found |= {f"phase/{name}": value / steps for name, value in (event.get("seconds") or {}).items()}
+        phases = {name: value for name, value in (event.get("seconds") or {}).items() if is_number(value)}
+        found |= {f"phase/{name}": value / steps for name, value in phases.items()}
     elif kind == "eval":
-        found = {f"validation/{name}": value for name, value in event["metrics"].items()}
+        found = {f"validation/{name}": value for name, value in (event.get("metrics") or {}).items()}
     elif kind == "checkpoint_saved":
         found = {f"checkpoint/{name}": event.get(name) for name in ("stall_s", "write_s", "bytes")}
     else:
         return {}
     return {name: float(value) for name, value in found.items() if is_number(value)}
-
-
-def is_number(value: Any) -> bool:
-    """A finite number; trackers refuse others."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

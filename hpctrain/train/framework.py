@@ -73,6 +73,9 @@ class Framework(Protocol):
         """Takes over values by the names that ``state`` gives; raises UserError naming what is missing or of another
         shape."""
 
+    def reseed(self, step: int) -> None:
+        """Begins this rank's random streams again, with others for each step at which that is done."""
+
     def synchronize(self) -> None:
         """Returns when all copies begun by ``copy_into`` are done."""
 

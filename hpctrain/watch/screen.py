@@ -11,6 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from hpctrain.run.standing import Word
+from hpctrain.system.foreign_text import line as clean
 from hpctrain.track.console import duration, number
 from hpctrain.watch.view import Line, Rank, View
 
@@ -71,11 +72,6 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> 
     top = len(glyphs.levels) - 1
     heights = np.rint((means - low) / span * top).astype(int) if span > 0 else np.full(len(means), top // 2)
     return "".join(glyphs.levels[height] for height in heights)
-
-
-def clean(text: str) -> str:
-    """Text from files without what a terminal would obey."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def size(num_bytes: float) -> str:
@@ -227,6 +223,8 @@ def _foot(view: View, width: int) -> Iterator[Text]:
         yield from _wrapped(clean(verdict), width, "bold yellow")
     if view.ranks and not view.verdicts and view.state.word is Word.RUNNING:
         yield Text("nothing stands out", style="dim")
+    if view.left_out:
+        yield from _wrapped(clean(view.left_out), width, "dim")
     said = {*view.verdicts, view.state.why}
     for warned in [warned for warned in view.warnings if warned.text not in said][-3:]:
         place = f"attempt {warned.attempt}" + (f", step {warned.step:,}" if warned.step is not None else "")

@@ -14,12 +14,13 @@ from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import status
 from hpctrain.launch.engines.slurm.client import QueueEntry
 from hpctrain.run import live_lock
+from hpctrain.run.documents import info_of
 from hpctrain.run.event_follower import Following
 from hpctrain.run.file_tail import JsonFile
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import run_config
 from hpctrain.run.standing import Life
-from hpctrain.watch.view import Found, View, make
+from hpctrain.watch.view import Found, View, live_view_of, make
 
 PORTION_S = 0.5
 """Longest time that a look at a long history takes before what was read so far is shown."""
@@ -35,9 +36,9 @@ class Source:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.following = Following(run)
-        self.info = JsonFile(run.run_json)
-        self.live = JsonFile(run.monitor / "live.json")
-        self.lock = JsonFile(run.lock_file)
+        self.info = JsonFile(run.run_json, info_of)
+        self.live = JsonFile(run.monitor / "live.json", live_view_of)
+        self.lock = JsonFile(run.lock_file, live_lock.lock_of)
         self.me = live_lock.myself()
         self.config: dict[str, Any] = {}
         self.num_attempts = 0
@@ -72,6 +73,7 @@ class Source:
             life,
             self.queue.ask((len(attempts), bool(attempts) and "ended" in attempts[-1]), wait=whole),
             self.queue.age_s,
+            self.following.decoder.note,
         )
         view = make(found, time.time(), self.following.is_behind)
         if self.queue.is_asking or self.following.is_behind:  # what comes yet may tell that it goes on

@@ -13,6 +13,16 @@ from hpctrain.launch.engines.slurm.directives import seconds
 from hpctrain.run import standing
 from hpctrain.run.progress import Digest, Warned, finding
 from hpctrain.run.standing import Life, State, Word
+from hpctrain.system.json_shape import is_count, typed
+
+live_view_of = typed(
+    {
+        **dict.fromkeys(("attempt", "step", "num_ranks", "dropped_windows"), (is_count, None)),
+        "ranks": [{"rank": is_count, "host": str, "busy_s": float, "wait_s": float, "excess": float}],
+        "verdicts": ([str], None),
+    }
+)
+"""The content of monitor/live.json; None for a value that cannot be that."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,8 @@ class Found:
     job: QueueEntry | None = None
     job_age_s: float = 0.0
     """Seconds since Slurm was asked."""
+    left_out: str = ""
+    """What was left out of the events, for people."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,8 @@ class View:
     verdicts: tuple[str, ...] = ()
     warnings: tuple[Warned, ...] = ()
     """The newest last."""
+    left_out: str = ""
+    """Events that were left out, being none of the run's own."""
     is_behind: bool = False
     """Events are still being read."""
 
@@ -160,6 +174,7 @@ def make(found: Found, now: float, is_behind: bool = False) -> View:
         ranks_step=found.live.get("step") if has_live else None,
         verdicts=tuple(_verdicts(digest, found.live if has_live and runs else {})),
         warnings=tuple(_warnings(digest, attempts)),
+        left_out=found.left_out,
         is_behind=is_behind,
     )
 

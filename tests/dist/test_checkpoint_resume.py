@@ -67,6 +67,8 @@ CASES = [
     pytest.param("torch", 1, {"task_args": {"optimizer": "momentum"}}, id="torch-1-momentum"),
     pytest.param("torch", 2, {"precision": "fp16", "save": {"writers": "node"}}, id="torch-2-fp16-writers-node"),
     pytest.param("torch", 4, {"save": {"mode": "sync"}}, id="torch-4-sync"),
+    pytest.param("torch", 2, {"task": f"{TASK['torch']}:holding"}, id="torch-2-held-state"),
+    pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:holding"}, id="keras-2-held-state"),
     pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
     pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
     pytest.param("tensorflow", 4, {"save": {"writers": "node"}}, id="keras-4-writers-node"),
@@ -113,6 +115,32 @@ def test_other_numbers_of_ranks_see_the_same_samples(runs: Runs, framework: str)
     for step, (total, weight) in loss.items():
         sums = [of_rank[step][0] for of_rank in of_four]
         assert total / weight == pytest.approx(sum(s for s, _ in sums) / sum(w for _, w in sums), rel=1e-3)
+
+
+@pytest.mark.world_size(2)
+def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs: Runs) -> None:
+    options = {"task": f"{TASK['torch']}:holding"}
+    saved = []
+    for ranks, last in ((2, 5), (1, 8)):
+        runs.attempt("run", ranks, stop_after=last, **options)
+        saved.append(CheckpointStore(RunDir(runs.folder / "run").checkpoints).load(last).arrays)
+    assert saved[0].keys() == saved[1].keys()
+    counts = [arrays["held/optimizer/own/count"] for arrays in saved]
+    calls = [arrays["held/model/extra/2/integers"][0] for arrays in saved]
+    assert counts == [5, 8] and calls == [10, 16]  # two micro-batches a step
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_random_numbers_are_not_those_of_the_first_steps_again_at_another_number_of_ranks(
+    runs: Runs, framework: str
+) -> None:
+    options = {"task": f"{TASK[framework]}:drawing"}
+    for ranks, last in ((2, 4), (1, 8)):
+        runs.attempt("run", ranks, stop_after=last, **options)
+    drawn = {step: total / weight for step, ((total, weight), _) in runs.losses("run", 0).items()}
+    assert list(drawn) == list(range(1, 9))
+    assert len({round(loss, 6) for loss in drawn.values()}) == 8, drawn
 
 
 @pytest.mark.world_size(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_store.py"
+UNREADABLE = Path(__file__).parent / "programs" / "checkpoint_unreadable.py"
 Run = Callable[..., Any]
 
 
@@ -28,6 +31,7 @@ def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path)
     for ranks in (3, 1, 2, 4):
         assert "loaded 2" in mpirun(ranks, PROGRAM, "load", folder, 3, 2).stdout
     writes_are_shared(folder / "step-000000002")
+    the_docs_read_the_same(folder / "step-000000002")
 
     swapped = [folder / "step-000000002" / f"shard-0000{rank}-of-00003.h5" for rank in (0, 2)]
     swap(*swapped)
@@ -40,6 +44,21 @@ def test_any_number_of_ranks_reads_what_three_wrote(mpirun: Run, tmp_path: Path)
     shard.write_bytes(data)
     assert "loaded 1" in (output := mpirun(2, PROGRAM, "load", folder, 3, 1).stdout)
     assert "shard-00001-of-00003.h5 is damaged: the checksum of model/large does not match" in output
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("where", ["manifest.json", "shard-00001-of-00003.h5", "step-000000002"])
+def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path, where: str) -> None:
+    folder = tmp_path / "checkpoints"
+    mpirun(3, PROGRAM, "save", folder, "all")
+    for rank in range(3):
+        output = mpirun(3, UNREADABLE, folder, rank, where, env={"PYTHONPATH": str(ROOT)}).stdout
+        assert sorted(output.splitlines()) == [f"rank {each} loaded 2 0" for each in range(3)]
+    output = mpirun(3, UNREADABLE, folder, "all", where, env={"PYTHONPATH": str(ROOT)}).stdout
+    for rank in range(3):  # every rank says the same, and nothing older is taken in its place
+        assert f"rank {rank} ends with 70: {folder}/step-000000002/" in output
+        assert "cannot be read now: Input/output error (tried 3 times by different ranks" in output
+    assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000002"]
 
 
 def swap(one: Path, other: Path) -> None:
@@ -62,6 +81,20 @@ def writes_are_shared(folder: Path) -> None:
     assert sum(map(len, rows)) == 3000
     sizes = [shard.stat().st_size for shard in shards]
     assert max(sizes) - min(sizes) < 100_000
+
+
+def the_docs_read_the_same(folder: Path) -> None:
+    """The page's example for plain h5py gives what the store gives, the ranks' own statistics included."""
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    (example,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "import h5py" in each]
+    example = example.replace("checkpoints/step-000000100", str(folder)).replace('arrays["model/weight"].shape', "(3, 4)")
+    found: dict[str, Any] = {}
+    exec(example, found)
+    arrays = CheckpointStore(folder.parent).load(2).arrays
+    assert found["arrays"].keys() == {name for name in arrays if name != "seen"}
+    for name, array in found["arrays"].items():
+        assert array.dtype == arrays[name].dtype
+        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
 
 
 @pytest.mark.world_size(4)

@@ -99,6 +99,35 @@ def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
     assert answer["cause"] == "damaged_checkpoint", answer
 
 
+UNREADABLE = """
+import errno, os
+from hpctrain.checkpoint import patience
+
+patience.PAUSES_S = (0.01,)
+really_open = os.open
+
+def no_shards(path, *rest, **options):
+    if "/shard-" in str(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+    return really_open(path, *rest, **options)
+
+os.open = no_shards
+"""
+
+
+def test_checkpoints_that_the_file_system_does_not_give(tmp_path: Path) -> None:
+    path = misbehaving_run(tmp_path)
+    hpctrain("run", "-n", 2, path)
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    (tmp_path / "sitecustomize.py").write_text(UNREADABLE)
+    hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, code=70)
+    answer = explained(tmp_path)
+    assert answer["cause"] == "unreadable_checkpoint", answer
+    assert "Input/output error" in said(answer)
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == checkpoints
+    hpctrain("run", "-n", 2, path)
+
+
 def test_a_run_that_fails_again_and_again(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
     for code in (70, 76):

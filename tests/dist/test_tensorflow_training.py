@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
+from tests.support.command import hpctrain, last_words, write_run
 from tests.support.mpi import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -131,3 +133,14 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     said = result.stdout.strip().splitlines()[-1]
     assert said.startswith(f"{ranks} ranks, reducer ")
     assert float(said.rsplit(" ", 1)[1]) < 0.15
+
+
+@pytest.mark.world_size(2)
+def test_a_subclassed_transformer_trains_and_is_exported(tmp_path: Path) -> None:
+    task = f"{ROOT}/tests/support/tensorflow_subclassed_task.py:task"
+    run = write_run(tmp_path, task=task, train={"steps": 3, "global_batch": 24}, checkpoint={"every_steps": 3})
+    hpctrain("run", "-n", 2, run, cwd=tmp_path)
+    assert len({word["weights_hash"] for word in last_words(tmp_path / "runs/run")}) == 1
+    hpctrain("ckpt", "export", "runs/run", "-o", "model.weights.h5", cwd=tmp_path)
+    with h5py.File(tmp_path / "model.weights.h5") as exported:
+        assert "attention" in exported and "head" in exported

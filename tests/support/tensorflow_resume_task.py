@@ -37,3 +37,49 @@ def plain() -> KerasTask:
     """Without per-rank noise or statistics."""
     model = keras.Sequential([keras.Input((12,)), layers.Dense(32, activation="tanh"), layers.Dense(3)])
     return KerasTask(model, loss, keras.optimizers.Adam(0.01), data(), transform=augment)
+
+
+class Centred:
+    """A loss around a running mean."""
+
+    def __init__(self) -> None:
+        self.center = tf.Variable(tf.zeros(3))
+
+    def __call__(self, logits: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Cross-entropy."""
+        self.center.assign(0.9 * self.center + 0.1 * tf.reduce_mean(logits, 0))
+        return loss(logits - self.center, batch)
+
+
+class Both(keras.optimizers.Optimizer):
+    """Two optimizers with the same slots."""
+
+    def __init__(self, *inner: keras.optimizers.Optimizer) -> None:
+        super().__init__(learning_rate=0.01)
+        self.inner = inner
+
+    def build(self, variables: list[keras.Variable]) -> None:
+        """See Optimizer."""
+        super().build(variables)
+        for number, one in enumerate(self.inner):
+            one.build(variables[number :: len(self.inner)])
+
+    def apply(self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable] | None = None) -> None:
+        """See Optimizer."""
+        for number, one in enumerate(self.inner):
+            one.apply(grads[number :: len(self.inner)], (trainable_variables or [])[number :: len(self.inner)])
+
+
+def holding() -> KerasTask:
+    """State in the optimizer's parts and in the loss."""
+    made = plain()
+    both = Both(keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.SGD(0.02, momentum=0.5))
+    return KerasTask(made.model, Centred(), both, data(), data(40), transform=augment)
+
+
+def drawing() -> KerasTask:
+    """The loss is a random number, whatever the model does."""
+    made, noise = plain(), tf.random.get_global_generator()
+    return KerasTask(
+        made.model, lambda logits, batch: 0 * tf.reduce_sum(logits) + noise.uniform(()), made.optimizer, data()
+    )

@@ -35,6 +35,78 @@ def plain() -> TorchTask:
     )
 
 
+class Both(torch.optim.Optimizer):
+    """Two optimizers, and a count of its own."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([group for one in inner for group in one.param_groups], {})
+        self.inner = inner
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        """The inner ones', and some decay."""
+        self.count += 1
+        for one in self.inner:
+            one.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - 1e-3 / self.count)
+
+
+class Centred(nn.Module):
+    """A loss around a running mean."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Cross-entropy."""
+        if logits.requires_grad:
+            self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+            self.calls += 1
+        return functional.cross_entropy(logits - self.center, batch["y"]) * (1 + 1 / (1 + self.calls))
+
+
+class Scaled(nn.Module):
+    """Counts in extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Ever less."""
+        self.calls += x.requires_grad
+        return x * (1 + 1 / (1 + self.calls))
+
+    def get_extra_state(self) -> dict[str, int]:
+        """See Module."""
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """See Module."""
+        self.calls = state["calls"]
+
+
+def holding() -> TorchTask:
+    """State in the optimizer's parts, in the loss, and beside the model's tensors."""
+    model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), Scaled(), nn.Linear(32, 3))
+    parameters = list(model.parameters())
+    adam, sgd = torch.optim.Adam(parameters[:2], lr=0.01), torch.optim.SGD(parameters[2:], lr=0.01, momentum=0.9)
+    return TorchTask(model, Centred(), Both(adam, sgd), data(), data(40), transform=augment)
+
+
+def drawing() -> TorchTask:
+    """The loss is a random number, whatever the model does."""
+    made = plain()
+    return TorchTask(made.model, lambda logits, batch: 0 * logits.sum() + torch.rand(()), made.optimizer, data())
+
+
 def unequal(world: World) -> TorchTask:
     """Weights that another rank overwrites behind everybody's back."""
     made = plain()

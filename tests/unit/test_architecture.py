@@ -14,11 +14,13 @@ PACKAGE = Path(__file__).parents[2] / "hpctrain"
 
 ROOMS = {
     "errors": set(),
+    "system": set(),
     "config": {"errors"},
     "task": set(),
     "events": {"errors"},
     "facts": set(),
-    "run_dir": {"errors", "config", "events"},
+    "run_documents": {"events"},
+    "run_dir": {"errors", "config", "events", "run_documents"},
     "digest": {"events"},
     "tail": {"errors"},
     "following": {"digest", "events", "run_dir", "tail"},
@@ -46,7 +48,7 @@ ROOMS = {
     "report": {"errors", "config", "config_file", "run_dir", "events", "resources", "monitor", "digest"},
     "watch": {"errors", "run_dir", "digest", "following", "tail", "launch", "track", "report"},
 }
-"""What each room may import besides itself; rooms that are not named here (the command line, build) may import all."""
+"""What each room may import besides itself and ``system``; rooms that are not named (the command line, build): all."""
 
 HEAVY = {
     "torch": lambda path: path.name.startswith("torch"),
@@ -87,7 +89,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_flow_down(room: str) -> None:
-    allowed = ROOMS[room] | {room}
+    allowed = ROOMS[room] | {room, "system"} | ({"run_documents"} if "run_dir" in ROOMS[room] else set())
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {module}"
         for path in FILES
@@ -118,6 +120,68 @@ def test_nothing_is_unpickled() -> None:
         if module.split(".")[0] in unsafe
     ]
     assert not wrong
+
+
+def test_our_own_python_processes_have_one_way_to_start() -> None:
+    """-m and -c alone would run what lies in the current folder."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in FILES
+        if path
+        not in (PACKAGE / "system" / "python.py", PACKAGE / "__init__.py")  # which looks at its own command line
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.List, ast.Tuple))
+        and {"-m", "-c"} & {part.value for part in node.elts if isinstance(part, ast.Constant)}
+    ]
+    assert not wrong
+
+
+PROTOCOLS = {"doctor/link.py"}
+"""Programs that print what another process of ours reads."""
+OWN_OUTPUT = {"launch/attempt.py", "monitor/session.py"}
+"""Those that pass on, as they come, what the launcher and the monitor's agent of the very run say."""
+
+
+def test_everything_that_is_printed_goes_through_one_function() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in FILES
+        if path.relative_to(PACKAGE).as_posix() not in PROTOCOLS | OWN_OUTPUT | {"system/foreign_text.py"}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
+    ]
+    assert not wrong
+
+
+READERS = (
+    *("config_file", "run_dir", "tail", "following", "events", "report/", "watch/", "track/", "launch/last_words"),
+    *("launch/live_lock", "launch/postmortem", "launch/slurm/logs", "launch/slurm/status", "launch/slurm/watching"),
+    *("launch/slurm/ending", "launch/slurm/profile", "monitor/deaths", "monitor/exclude"),
+)
+"""Files whose readings of run folders and run files go through system/safe_read."""
+
+
+def test_run_folders_are_read_with_bounds() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
+        for path in FILES
+        if path.relative_to(PACKAGE).as_posix().startswith(READERS)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and reads(node)
+    ]
+    assert not wrong
+
+
+def reads(call: ast.Call) -> bool:
+    """Whether a call opens a file for reading by itself."""
+    name = ast.unparse(call.func)
+    if name == "open":
+        return len(call.args) < 2 or ast.unparse(call.args[1]) in ("'r'", "'rb'")
+    if name == "os.open":
+        return "O_RDONLY" in ast.unparse(call)
+    return name.endswith((".read_text", ".read_bytes", "json.load", "json.loads")) or ast.unparse(call).startswith(
+        "np.load(run"
+    )
 
 
 def test_the_command_line_loads_no_framework_and_no_mpi() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from hpctrain.bench.scaling.model import Mode
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, LaunchConfig, TrackConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
+from hpctrain.system import python
 
 INTERVALS = 12
 """Reported intervals of a run; the first ones warm up and the last holds the evaluation."""
@@ -153,9 +153,9 @@ def _training(
 def _exchanging(config: Config, name: str, shape: Shape, output: Path) -> Config:
     """A plain command in place of training."""
     out = output / name / EXCHANGE_FILE
-    python = "python3" if config.launch.slurm.wrap else sys.executable  # an image brings its own
-    command = (python, "-m", "hpctrain.bench.scaling.exchange", "--out", str(out))
-    launch = dataclasses.replace(_placed(config, shape), command=command)
+    own = "python3" if config.launch.slurm.wrap else None  # an image brings its own
+    command = python.module("hpctrain.bench.scaling.exchange", "--out", str(out), interpreter=own)
+    launch = dataclasses.replace(_placed(config, shape), command=tuple(command))
     return dataclasses.replace(
         config, name=_safe(f"{config.name}-{name}"), run_dir=str(output / name), task="", launch=launch
     )

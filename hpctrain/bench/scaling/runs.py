@@ -18,6 +18,7 @@ from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, Job
 from hpctrain.config.loading import dump
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.system import foreign_text, python
 
 PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": REST}
 """Parts by phase; every other phase computes."""
@@ -48,7 +49,7 @@ def run_here(jobs: Sequence[Job]) -> None:
     """
     for number, job in enumerate(jobs, 1):
         if not is_done(job):
-            print(f"{number} of {len(jobs)}: {job.name}", file=sys.stderr, flush=True)
+            foreign_text.show(f"{number} of {len(jobs)}: {job.name}", sys.stderr)
             _run(job, ["run", "-n", str(job.shape.ranks), str(run_file(job))])
 
 
@@ -59,7 +60,7 @@ def run_on_slurm(jobs: Sequence[Job]) -> None:
         RunFailed: some failed; the first is named.
     """
     todo = [job for job in jobs if not is_done(job)]
-    print(f"submitting {len(todo)} jobs, and waiting for them", file=sys.stderr, flush=True)
+    foreign_text.show(f"submitting {len(todo)} jobs, and waiting for them", sys.stderr)
     with ThreadPoolExecutor(max(1, len(todo))) as pool:
         ended = [pool.submit(_run, job, ["submit", "--wait", str(run_file(job))]) for job in todo]
     for future in ended:
@@ -119,7 +120,7 @@ def started(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def _run(job: Job, words: Sequence[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "hpctrain", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(python.module("hpctrain", *words), capture_output=True, text=True, check=False)
     if not is_done(job):
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise RunFailed(

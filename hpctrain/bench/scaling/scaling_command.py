@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.bench.scaling.fit import Link, Sample, Shape
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     plot.save(result, picture)
     result["plot"] = str(picture)
     write_atomically(output / "scaling.json", json.dumps(result, indent=1).encode())
-    print(json.dumps(result) if args.json else f"{report.text(result)}\n{picture}")
+    foreign_text.show(json.dumps(result) if args.json else f"{report.text(result)}\n{picture}")
     return ExitCode.DONE
 
 

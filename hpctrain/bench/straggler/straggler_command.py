@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UserError
+from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.bench.straggler.trials import Source
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         ],
         "cost": [trials.cost(ranks) for ranks in (8, 1000, 10_000)],
     }
-    print(json.dumps(result) if args.json else table(result))
+    foreign_text.show(json.dumps(result) if args.json else table(result))
     return 0
 
 
@@ -101,15 +102,16 @@ def record() -> Any:
     import numpy as np
 
     from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
+    from hpctrain.system import python
     from hpctrain.system.cores import usable_cores
 
     library = probe()
     mpirun = MpiRun(find_mpirun(library), library.flavour)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     environment |= launcher_environment(mpirun.flavour, usable_cores() < 2, os.environ)
-    print(f"recording {RECORDED_STEPS} steps on 2 ranks: let nothing else run", file=sys.stderr, flush=True)
+    foreign_text.show(f"recording {RECORDED_STEPS} steps on 2 ranks: let nothing else run", sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
-        program = [sys.executable, "-m", "hpctrain.bench.straggler.record", folder, str(RECORDED_STEPS)]
+        program = python.module("hpctrain.bench.straggler.record", folder, str(RECORDED_STEPS))
         command = [*mpirun.argv(2, {}, usable_cores()), *program]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         files = sorted(Path(folder).glob("rank-*.npy"))

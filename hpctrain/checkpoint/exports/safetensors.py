@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files import open_regular
+from hpctrain.checkpoint.files import reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MAX_BYTES, MAX_DIMENSIONS, DamagedCheckpoint, TensorSpec
 from hpctrain.checkpoint.format.manifest import Reader, parse_json, to_json
 
@@ -52,10 +52,9 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
     Raises:
         DamagedCheckpoint: it is not a safetensors file.
-        OSError: it cannot be read.
+        UnreadableCheckpoint: it cannot be read now.
     """
-    descriptor = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
+    with reading(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         size = os.fstat(descriptor).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):

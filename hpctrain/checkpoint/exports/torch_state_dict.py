@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpctrain.checkpoint.exports.weights import weights, write_whole
 from hpctrain.checkpoint.reading import Loaded
+from hpctrain.errors import UserError
+from hpctrain.train.tree import put_together
+
+EXTRA = "held/model/extra/"
+"""Prefix of what modules say of themselves beside their tensors."""
 
 
 def export_state_dict(loaded: Loaded, path: Path, averaged: bool = False) -> None:
     """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
     arrays, dtypes = weights(loaded, averaged)
-    state = {name: tensor_of(np.array(array), dtypes[name]) for name, array in arrays.items()}
+    state = {name: tensor_of(np.array(array), dtypes[name]) for name, array in arrays.items()} | extra_state(loaded)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     write_whole(path, [buffer.getvalue()])
+
+
+def extra_state(loaded: Loaded) -> dict[str, Any]:
+    """What modules gave as their extra state, under the keys of ``state_dict``. Raises UserError."""
+    of_modules: dict[str, dict[str, str]] = {}
+    for name in loaded.arrays:
+        if name.startswith(EXTRA):
+            module, _, part = name.removeprefix(EXTRA).rpartition("/")
+            of_modules.setdefault(module, {})[part] = name
+
+    def value(module: str, names: dict[str, str]) -> Any:
+        def leaf(part: str, kind: Any) -> torch.Tensor:
+            if kind == "array":
+                raise UserError(
+                    f"{keys[module]} holds NumPy arrays, which a .pt file cannot without a pickle",
+                    "have get_extra_state return tensors, or export to a .safetensors file, which leaves it out",
+                )
+            return tensor_of(np.array(loaded.arrays[names[part]]), loaded.dtypes[names[part]])
+
+        return put_together({part: loaded.arrays[name] for part, name in names.items()}, leaf, keys[module])
+
+    keys = {module: "_extra_state" if module == "itself" else f"{module}._extra_state" for module in of_modules}
+    return {keys[module]: value(module, names) for module, names in of_modules.items()}
 
 
 def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:

@@ -38,7 +38,7 @@ def weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDArray[A
         source |= {name: average[name] for name in source if name in average}
     others = loaded.meta.get("other_names")
     for name, saved in others.items() if isinstance(others, dict) else ():  # tied weights: stock loaders want each name
-        if saved in source:
+        if isinstance(saved, str) and saved in source:
             source[name] = source[saved]
     arrays = {name: loaded.arrays[full] for name, full in source.items()}
     return arrays, {name: loaded.dtypes[full] for name, full in source.items()}

@@ -16,7 +16,7 @@ FORMAT = "hpctrain-checkpoint"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{9,18})")
-TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
+TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+(/[^/\x00-\x1f\x7f\ud800-\udfff]+)*")
 MAX_NAME = 1000
 MAX_DIMENSIONS = 32
 """HDF5's own limit."""
@@ -33,6 +33,15 @@ class DamagedCheckpoint(RunFailed):
     """A checkpoint is not what was once written; it must not be used."""
 
     def __init__(self, what: str, fix: str = "use an older checkpoint; `hpctrain ckpt ls` shows what there is") -> None:
+        super().__init__(what, fix)
+
+
+class UnreadableCheckpoint(RunFailed):
+    """A checkpoint cannot be read now, which says nothing about what is in it; it stays where it is."""
+
+    def __init__(
+        self, what: str, fix: str = "look for file-system errors on the hosts, then run the same command again"
+    ) -> None:
         super().__init__(what, fix)
 
 
@@ -61,6 +70,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of all rows."""
         return self.rows * self.row_bytes
+
+    @property
+    def largest_bytes(self) -> int:
+        """What NumPy takes for the size of the array's address range: axes without length are left out."""
+        return math.prod(filter(None, self.shape)) * ITEM_TYPES[self.dtype].itemsize
 
     @property
     def key(self) -> tuple[str, int | None]:

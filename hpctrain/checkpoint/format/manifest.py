@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.checkpoint.files import open_regular
+from hpctrain.checkpoint.files import reading
 from hpctrain.checkpoint.format.layout import (
     FORMAT,
     ITEM_TYPES,
@@ -81,20 +82,25 @@ def read(folder: Path, step: int) -> Manifest:
     """The manifest of a step's checkpoint in a folder.
 
     Raises:
-        DamagedCheckpoint: it is missing, cannot be read, or is not exactly what was once written.
+        DamagedCheckpoint: it is missing, or is not exactly what was once written.
+        UnreadableCheckpoint: it cannot be read now.
     """
+    return read_with_bytes(folder, step)[1]
+
+
+def read_with_bytes(folder: Path, step: int) -> tuple[bytes, Manifest]:
+    """The file's bytes, and the manifest in them. Raises as ``read`` does."""
     path = folder / MANIFEST_FILE
-    try:
-        descriptor = open_regular(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size > MAX_MANIFEST_BYTES:
-                raise DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
-            data = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
+        data = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
+        return data, parse_of_step(data, path, step)
+
+
+def parse_of_step(data: bytes, path: Path, step: int) -> Manifest:
+    """The manifest in a file's bytes. Raises DamagedCheckpoint also where it is another step's."""
     manifest = parse(data, str(path))
     if manifest.step != step:
         raise DamagedCheckpoint(f"{path} is of step {manifest.step}: it belongs to another checkpoint")
@@ -125,13 +131,17 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """Strict JSON: no NaN or Infinity. Raises DamagedCheckpoint."""
+    """Strict JSON: no NaN or Infinity, nor what would be read as such. Raises DamagedCheckpoint."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
+    def finite(text: str) -> float:
+        number = float(text)
+        return number if math.isfinite(number) else refuse(text)
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        return json.loads(data, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where} is not valid JSON: {error}") from error
 
@@ -229,7 +239,7 @@ def piece_from_json(value: Any, where: str) -> StoredPiece:
         raise DamagedCheckpoint(f"{where}: {problem}")
     tensor = TensorSpec(value["name"], tuple(value["shape"]), value["dtype"], value["rank"])
     first, last = value["rows"]
-    if tensor.num_bytes > MAX_BYTES or last > tensor.rows:
+    if tensor.largest_bytes > MAX_BYTES or last > tensor.rows:
         raise DamagedCheckpoint(f"{where}: {tensor.name} cannot have the shape {tensor.shape} and rows up to {last}")
     return StoredPiece(Piece(tensor, first, last - first), value["offset"], int(value["crc32"], 16))
 
@@ -282,5 +292,8 @@ def coverage_problem(manifest: Manifest) -> str | None:
             if stored.piece.first_row != next_row.get(key, 0) or repeated:
                 return f"rows of {tensor.name} are missing or there twice"
             next_row[key] = stored.piece.first_row + stored.piece.rows
+    both = next((name for name, rank in specs if rank is not None and (name, None) in specs), None)
+    if both is not None:
+        return f"{both} belongs to single ranks and to all of them"
     short = next((tensor.name for key, tensor in specs.items() if next_row[key] != tensor.rows), None)
     return f"rows of {short} are missing" if short else None

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files import BLOCK_BYTES, open_regular, write_durably
+from hpctrain.checkpoint.files import BLOCK_BYTES, reading, write_durably
 from hpctrain.checkpoint.format.checksum import checksums
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Piece, Shard
 from hpctrain.checkpoint.format.manifest import piece_text, shard_text
@@ -189,20 +189,15 @@ def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
     """All bytes of a shard, after their checksum.
 
     Raises:
-        DamagedCheckpoint: the file is missing, a link, of another size, unreadable, or not what was once written.
+        DamagedCheckpoint: the file is missing, a link, of another size, or not what was once written.
+        UnreadableCheckpoint: it cannot be read now, or does not fit into memory.
     """
     path = folder / shard.file
-    try:
-        descriptor = open_regular(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != shard.num_bytes:
-                raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
-            buffer, crc = read_all(descriptor, size)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size != shard.num_bytes:
+            raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
+        buffer, crc = read_all(descriptor, size)
     if crc != shard.crc32:
         raise DamagedCheckpoint(f"{path} is damaged: {damage(buffer, shard)}")
     return buffer

@@ -21,7 +21,12 @@ from hpctrain.errors import UserError
 CACHE_BYTES = 256 * 2**20
 
 
-def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: int = CACHE_BYTES) -> Dataset:
+def open_dataset(
+    source: Any,
+    fields: Sequence[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    allow_outside: Sequence[str | Path] = (),
+) -> Dataset:
     """Opens data of any kind that hpctrain trains on.
 
     Args:
@@ -31,17 +36,19 @@ def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: 
             returns one of these, which worker processes call again.
         fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
         cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
+        allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, beside the
+            folder in which each file lies.
 
     Raises:
         UserError: the source is missing, damaged, empty, or holds what cannot be trained on.
     """
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
-        return CalledDataset(source, names, cache_bytes)
+        return CalledDataset(source, names, cache_bytes, allow_outside)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
-        return open_files(expand(source), names, BlockCache(cache_bytes))
+        return open_files(expand(source), names, BlockCache(cache_bytes), allow_outside)
     if isinstance(source, Mapping):
         chosen = choose(list(source), names, "the dict of arrays")
         return from_arrays({name: source[name] for name in chosen})
@@ -54,7 +61,8 @@ def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: 
 
         return from_tensorflow(source, names)
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
-        return open_files([path for item in source for path in expand(item)], names, BlockCache(cache_bytes))
+        paths = [path for item in source for path in expand(item)]
+        return open_files(paths, names, BlockCache(cache_bytes), allow_outside)
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
         "give HDF5 paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
@@ -65,11 +73,18 @@ def open_dataset(source: Any, fields: Sequence[str] | None = None, cache_bytes: 
 class CalledDataset:
     """What a function returns; it can be called again elsewhere."""
 
-    def __init__(self, function: Callable[[], Any], names: tuple[str, ...] | None, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        names: tuple[str, ...] | None,
+        cache_bytes: int,
+        outside: Sequence[str | Path],
+    ) -> None:
         self.function = function
         self.names = names
         self.cache_bytes = cache_bytes
-        self.dataset = open_dataset(function(), names, cache_bytes)
+        self.outside = tuple(map(str, outside))
+        self.dataset = open_dataset(function(), names, cache_bytes, outside)
         self.fields = self.dataset.fields
 
     def __len__(self) -> int:
@@ -84,11 +99,13 @@ class CalledDataset:
         return self.dataset.fingerprint()
 
 
-def open_files(paths: Sequence[Path], names: tuple[str, ...] | None, cache: BlockCache) -> Dataset:
+def open_files(
+    paths: Sequence[Path], names: tuple[str, ...] | None, cache: BlockCache, outside: Sequence[str | Path]
+) -> Dataset:
     """HDF5 files, one after the other."""
     from hpctrain.data.formats.hdf5 import open_hdf5
 
-    return concatenate([open_hdf5(path, names, cache) for path in paths], [str(path) for path in paths])
+    return concatenate([open_hdf5(path, names, cache, outside) for path in paths], [str(path) for path in paths])
 
 
 def expand(pattern: str | Path) -> list[Path]:

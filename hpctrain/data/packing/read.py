@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.packing.columns import Columns, only_names
 from hpctrain.data.packing.source import Source, from_dataset, join
 from hpctrain.errors import UserError
@@ -22,7 +23,11 @@ KINDS = {
 
 
 def open_source(
-    paths: Sequence[Path], kind: str | None = None, columns: Columns | None = None, size: tuple[int, int] | None = None
+    paths: Sequence[Path],
+    kind: str | None = None,
+    columns: Columns | None = None,
+    size: tuple[int, int] | None = None,
+    outside: Sequence[str] = (),
 ) -> Source:
     """The samples of these files, one file after the other; .npy files give an array each.
 
@@ -31,6 +36,7 @@ def open_source(
         kind: npz, npy, csv, parquet, hdf5 or images; by default told by suffixes.
         columns: of tables, those of each array; of archives, the arrays to take.
         size: height and width that images are scaled to.
+        outside: folders that HDF5 files may lead to beside their own.
 
     Raises:
         UserError: a file is missing, of unknown kind, damaged, or unlike the others.
@@ -38,6 +44,8 @@ def open_source(
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist", "correct its path")
+        if not path.is_dir():
+            look_at(path)
     kind = kind or common_kind(paths)
     if columns and kind in ("images", "npy"):
         raise UserError(f"arrays are chosen for {kind}", "leave out --field: it is for tables and archives")
@@ -53,10 +61,10 @@ def open_source(
         from hpctrain.data.packing.arrays import from_npy
 
         return from_npy(paths)
-    return join([open_file(path, kind, columns) for path in paths], [str(path) for path in paths])
+    return join([open_file(path, kind, columns, outside) for path in paths], [str(path) for path in paths])
 
 
-def open_file(path: Path, kind: str, columns: Columns | None) -> Source:
+def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[str]) -> Source:
     """One file of a kind whose files are put one after the other."""
     if kind == "npz":
         from hpctrain.data.packing.arrays import from_npz
@@ -72,7 +80,7 @@ def open_file(path: Path, kind: str, columns: Columns | None) -> Source:
         return from_parquet(path, columns)
     from hpctrain.data.formats.sources import open_dataset
 
-    return from_dataset(open_dataset(path, only_names(columns, kind)))
+    return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside))
 
 
 def common_kind(paths: Sequence[Path]) -> str:

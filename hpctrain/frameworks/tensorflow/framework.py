@@ -18,6 +18,7 @@ from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update, slots_and_norm
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow.state import (
@@ -26,7 +27,6 @@ from hpctrain.frameworks.tensorflow.state import (
     is_seed,
     load_tensors,
     model_tensors,
-    optimizer_tensors,
     path_in,
     require_same_model,
 )
@@ -75,7 +75,7 @@ class KerasFramework:
             UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
                 models differ, or the reducer that the configuration names cannot be had.
         """
-        refuse_what_cannot_work(task, config)
+        refuse_what_cannot_work(task, config, world.data.size)
         require_own_gpu(world.local_size)
         self.task = task
         self.world = world
@@ -94,11 +94,12 @@ class KerasFramework:
             self.reducer = open_reducer(among[0], self.group, self.flat.layout.length)
             self.chosen_reducer = among[0].name
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
-        self.learning_rate = own_learning_rate(task.optimizer)
+        self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
         self.noise = tf.random.get_global_generator()
         task.optimizer.build(variables)
+        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, task.model)
         self._make_equal()
 
     def _make_equal(self) -> None:
@@ -109,7 +110,11 @@ class KerasFramework:
         if self.config.train.ema_decay is not None:
             self.update.keep_average(self.config.train.ema_decay)
             self.passes.averages = self.update.averages
-        rank_seed = derive(self.config.seed, self.group.rank, 1)  # noise such as dropout must differ between ranks
+        self.reseed(0)
+
+    def reseed(self, step: int) -> None:
+        """See Framework."""
+        rank_seed = derive(self.config.seed, self.group.rank, 1, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         self.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
@@ -122,14 +127,16 @@ class KerasFramework:
 
     def set_learning_rate(self, factor: float) -> None:
         """See Framework."""
-        if self.learning_rate is None:
+        known = [(optimizer, rate) for optimizer, rate in self.rates if rate is not None]
+        if len(known) < len(self.rates):
             if factor != 1.0:
                 raise UserError(
                     "both the run file's schedule and the Keras optimizer's own change the learning rate",
                     "give the optimizer a number as its learning rate, or remove schedule: from the run file",
                 )
         elif factor != self.factor:
-            self.task.optimizer.learning_rate.assign(self.learning_rate * factor)
+            for optimizer, rate in known:
+                optimizer.learning_rate.assign(rate * factor)
             self.factor = factor
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> KerasStepResult:
@@ -220,13 +227,14 @@ class KerasFramework:
         ]
         return [
             *model_tensors(model),
-            *optimizer_tensors(self.task.optimizer, model),
+            *self.holdings.tensors(),
             *averages,
             VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK),
         ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        self.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
         if self.loss_scale and SCALER in arrays:
             self.loss_scale.state[:] = arrays[SCALER]
@@ -268,7 +276,7 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(optimizer.learning_rate)
 
 
-def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
+def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None:
     """Raises UserError where training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
@@ -276,10 +284,9 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
     if not task.model.built:
-        raise UserError(
-            "the Keras model has no weights yet",
-            "begin it with keras.Input(shape), or call model.build(shape) in the task",
-        )
+        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
+    if not task.model.trainable_variables:
+        raise UserError("the Keras model has no weight to train", "leave some layers trainable")
     double = [variable.path for variable in task.model.trainable_variables if variable.dtype == "float64"]
     if double:
         raise UserError(
@@ -291,6 +298,12 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             "the optimizer is a LossScaleOptimizer",
             "give the inner one: train.precision: fp16 scales the loss by itself",
         )
+    for layer in task.model._flatten_layers():
+        if ranks > 1 and isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise UserError(
+                f"{layer.path} has synchronized=True, but statistics are each rank's own",
+                "leave synchronized out, or use GroupNormalization or LayerNormalization, which need no other rank",
+            )
     policy = POLICIES[config.train.precision]
     used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
     if config.train.precision != "fp32" and policy not in used:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,13 +45,17 @@ class Traced:
 class InMode(keras.Layer):
     """Calls a function as an outer layer would: every layer called in it learns whether it trains."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[Tensors], Any]) -> None:
         super().__init__(dtype="float32", autocast=False)
         self.function = function
 
-    def call(self, anchor: tf.Tensor, training: bool | None = None) -> Any:
-        """Outputs of the function; the anchor is there because Keras wants an input."""
-        return self.function()
+    def call(self, batch: Tensors, training: bool | None = None) -> Any:
+        """What the function makes of the batch."""
+        return self.function(batch)
+
+    def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Weights that layers make inside have the paths that they would have without this one around them."""
+        return contextlib.nullcontext()
 
 
 class Passes:
@@ -64,6 +69,7 @@ class Passes:
             compiled: let XLA compile the forward and backward pass.
         """
         self.task = task
+        self.variables = task.model.trainable_variables
         self.flat = flat
         self.sparse = sparse
         self.averages: Sequence[tf.Variable] = ()
@@ -79,12 +85,12 @@ class Passes:
         """predict(batch) -> outputs, as the model gives them."""
 
     def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
-        variables = self.task.model.trainable_variables
         with tf.GradientTape() as tape:
             loss = self._loss(self._outputs(batch, training=True), batch)
             target = loss.total * share * loss_scale
-        gradients = tape.gradient(target, [variable.value for variable in variables])
-        dense = [self._dense(variable, gradient) for variable, gradient in zip(variables, gradients, strict=True)]
+        refuse_late_weights(self.variables, self.task.model)
+        gradients = tape.gradient(target, [variable.value for variable in self.variables])
+        dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
         return self.flat.join(dense, slots)
 
@@ -106,8 +112,7 @@ class Passes:
 
     def _outputs(self, batch: Tensors, training: bool) -> Any:
         self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
-        anchor = next(iter(batch.values()))
-        outputs = InMode(lambda: self.task.forward(self.task.model, batch))(anchor, training=training)
+        outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
         return tf.nest.map_structure(full_precision, outputs)
 
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
@@ -125,6 +130,17 @@ class Passes:
                 "set reduce.sparse: densify, or compute the gradient densely",
             )
         return tf.convert_to_tensor(gradient)
+
+
+def refuse_late_weights(known: Sequence[keras.Variable], model: keras.Model) -> None:
+    """Raises UserError where a forward pass made weights that no optimizer and no other rank knows."""
+    ids = {id(variable) for variable in known}
+    late = [variable.path for variable in model.trainable_variables if id(variable) not in ids]
+    if late:
+        raise UserError(
+            f"the model made the weight {late[0]} in its first training step, too late to be trained",
+            "call each layer once before the task returns, or in every forward pass",
+        )
 
 
 @dataclass(frozen=True)

@@ -71,15 +71,20 @@ def model_tensors(model: keras.Model) -> list[VariableTensor]:
     return tensors
 
 
-def optimizer_tensors(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[VariableTensor]:
-    """``optimizer/<slot>/<path of the weight>`` and ``optimizer/<name>`` for what belongs to no weight."""
+def optimizer_tensors(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = ""
+) -> list[VariableTensor]:
+    """``optimizer/<slot>/<path of the weight>`` and ``optimizer/<name>`` for what belongs to no weight.
+
+    Slots and names begin with a prefix, by which optimizers that one optimizer wraps differ.
+    """
     weights = {variable.path.replace("/", "_"): path_in(model, variable) for variable in model.trainable_variables}
     tensors = []
     for variable in optimizer.variables:
         own = variable.path.split("/", 1)[-1]
         owner = max((flat for flat in weights if own.startswith(flat + "_")), key=len, default="")
         name = f"{own[len(owner) + 1 :]}/{weights[owner]}" if owner else own
-        tensors.append(VariableTensor(f"optimizer/{name}", variable.value))
+        tensors.append(VariableTensor(f"optimizer/{prefix}{name}", variable.value))
     return tensors
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
@@ -10,9 +12,9 @@ from hpctrain.errors import UserError
 
 
 def require_trainable(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, channels_last: bool, averages: bool
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], channels_last: bool, averages: bool
 ) -> None:
-    """Raises UserError where this model and optimizer cannot be trained by one backward pass and one step an update."""
+    """Raises UserError where a model cannot be trained by one backward pass and one step of optimizers an update."""
     own = set()
     for name, parameter in model.named_parameters():
         own.add(id(parameter))
@@ -26,7 +28,13 @@ def require_trainable(
                 f"train.channels_last is for images, and parameter {name} has 5 dimensions",
                 "leave train.channels_last out",
             )
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+    if not optimizers:
+        raise UserError(
+            "the task's optimizer neither is nor holds a torch.optim.Optimizer",
+            "derive it from torch.optim.Optimizer",
+        )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(id(parameter) not in own for group in groups for parameter in group["params"]):
         raise UserError(
             "the optimizer updates tensors that are not parameters of the task's model",
             "make it from model.parameters() of the model that the task returns",
@@ -36,11 +44,22 @@ def require_trainable(
             "train.ema_decay is given, but the model's parameters have 16 bits, which hold no slow average",
             "keep the parameters in float32: train.precision computes in 16 bits",
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise UserError(
             "LBFGS evaluates the loss several times an update, which a step over several ranks does once",
             "use an optimizer whose step needs no closure, such as AdamW",
         )
+
+
+def require_own_statistics(model: torch.nn.Module, ranks: int) -> None:
+    """Raises UserError where a layer's statistics should run over the ranks, which they would not, without a word."""
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()  # by the task, for this layer
+    for name, module in model.named_modules():
+        if ranks > 1 and isinstance(module, torch.nn.SyncBatchNorm) and not joined:
+            raise UserError(
+                f"{name or 'the model'} is a SyncBatchNorm, but statistics are each rank's own",
+                "use BatchNorm for statistics of each rank's part, or GroupNorm or LayerNorm, which need no other rank",
+            )
 
 
 def require_scalar(loss: Tensor) -> None:

@@ -18,18 +18,16 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
 from hpctrain.data.dataset import Samples
 from hpctrain.frameworks.loss_scale import LossScale
-from hpctrain.frameworks.torch.checks import require_scalar, require_trainable
+from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
+from hpctrain.frameworks.torch.holdings import Holdings
+from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
-    group_numbers,
-    load_groups,
-    load_optimizer,
     load_random,
     load_tensors,
     model_tensors,
-    optimizer_tensors,
     other_names,
     random_tensors,
 )
@@ -42,6 +40,7 @@ from hpctrain.reduce.torch_reducer import (
     measured_reducer,
     possible,
     require_same_model,
+    state_of,
 )
 from hpctrain.reduce.torch_sums import pin, unpin
 from hpctrain.tasks.definition import Task
@@ -97,19 +96,23 @@ class TorchFramework:
             torch.set_num_threads(train.threads)
         self.model: torch.nn.Module = task.model
         self.optimizer: torch.optim.Optimizer = task.optimizer
-        require_trainable(self.model, self.optimizer, train.channels_last, train.ema_decay is not None)
+        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, self.model)
+        parts = self.holdings.parts()
+        optimizers = [part.optimizer for part in parts]
+        require_trainable(self.model, optimizers, train.channels_last, train.ema_decay is not None)
+        require_own_statistics(self.model, world.data.size)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
-        if self.optimizer.state and self.device.type != "cpu":  # Adagrad's is there from the start, on the CPU
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
         require_same_model(world.data, self.model)
-        broadcast(world.data, list(self.model.state_dict().values()), "receive the model")
+        broadcast(world.data, list(state_of(self.model).values()), "receive the model")
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.optimizer_state = OptimizerState(parts, self.names)
+        if self.device.type != "cpu":
+            self.optimizer_state.to_device()
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
-        self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.made_with = group_numbers(self.optimizer)
         self.rate_factor = 1.0
+        self.updates = 0
         self.call = torch.compile(self.model) if train.compile else self.model
         self.low_precision = LOW_PRECISION.get(train.precision)
         self.scale = LossScale() if train.precision == "fp16" else None
@@ -123,9 +126,7 @@ class TorchFramework:
         if len(among) == 1:
             self.reducer = make_reducer(among[0], world.data, self.model, config.reduce)
             self.chosen_reducer = self.reducer.name
-        rank_seed = derive(config.seed, 1, world.data.rank)  # noise such as dropout must differ between ranks
-        seed_python(rank_seed)
-        seed(rank_seed)
+        self.reseed(0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -136,11 +137,7 @@ class TorchFramework:
         """See Framework."""
         if factor != self.rate_factor:
             self.rate_factor = factor
-            for group, initial in zip(self.optimizer.param_groups, self.initial_rates, strict=True):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(initial * factor)
-                else:
-                    group["lr"] = initial * factor
+            self.optimizer_state.set_rates(factor)
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> TorchStepResult:
         """See Framework."""
@@ -152,6 +149,7 @@ class TorchFramework:
         finite, norm = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
         if finite:
             self.optimizer.step()
+            self.updates += 1
             if self.average:
                 with torch.no_grad():
                     torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
@@ -218,9 +216,10 @@ class TorchFramework:
 
     def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
         """Rehearses steps on the first batch; what they change in the model is put back."""
-        held = [(dict(module._buffers), module) for module in self.model.modules()]
+        buffers_of = [(dict(module._buffers), module) for module in self.model.modules()]
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
+        held = self.holdings.snapshot()
 
         def rehearse(reducer: Reducer) -> None:
             copies = [{name: np.array(array) for name, array in batch.items()} for batch in micro_batches]
@@ -229,10 +228,11 @@ class TorchFramework:
         reducer = measured_reducer(
             self.config.reduce, self.world, self.model, rehearse, self.chosen_reducer, self.announce
         )
-        for buffers, module in held:
+        for buffers, module in buffers_of:
             module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
         for buffer, value in before:
             buffer.copy_(value)
+        self.holdings.load(held)
         load_random(self.device, random)
         self.chosen_reducer = reducer.name
         return reducer
@@ -261,10 +261,12 @@ class TorchFramework:
     def state(self) -> list[StateTensor]:
         """See Framework."""
         scaler = [ArrayTensor("scaler/scale", self.scale.state)] if self.scale else []
+        optimizer = self.optimizer_state.tensors()
+        known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
             *model_tensors(self.model),
-            *optimizer_tensors(self.optimizer, self.names),
-            *self._group_tensors(),
+            *optimizer,
+            *self.holdings.tensors(known, self.updates),
             *self._average_tensors(),
             *scaler,
             *random_tensors(self.device),
@@ -273,12 +275,18 @@ class TorchFramework:
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
-        load_optimizer(self.optimizer, self.names, arrays)
-        load_groups(self.optimizer, arrays)
+        self.optimizer_state.load(arrays)
+        self.holdings.load(arrays)
         self.rate_factor = math.nan  # the rates of the run file hold, not the saved ones
         if self.scale and "scaler/scale" in arrays:
             self.scale.state[:] = arrays["scaler/scale"]
         load_random(self.device, arrays)
+
+    def reseed(self, step: int) -> None:
+        """See Framework."""
+        rank_seed = derive(self.config.seed, 1, self.world.data.rank, step)  # dropout must differ between ranks
+        seed_python(rank_seed)
+        seed(rank_seed)
 
     def synchronize(self) -> None:
         """See Framework."""
@@ -313,11 +321,6 @@ class TorchFramework:
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
-
-    def _group_tensors(self) -> list[ArrayTensor]:
-        """What updates have changed in the parameter groups; all else is the task's."""
-        numbers = group_numbers(self.optimizer).items()
-        return [ArrayTensor(name, np.array(value)) for name, value in numbers if value != self.made_with.get(name)]
 
     def _average_tensors(self) -> list[TorchTensor]:
         return [

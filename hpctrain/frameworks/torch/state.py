@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
-from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+from hpctrain.train.state import ArrayTensor, Placement
 
 NUMBER = ".number"
 """Ends the slot names of optimizer state that is a Python number."""
@@ -59,105 +58,41 @@ def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
 
 
-def model_tensors(model: Module) -> list[TorchTensor]:
-    """Parameters, then persistent buffers, each in the order of their modules.
+def tensor_of(value: NDArray[Any]) -> Tensor:
+    """A copy of a saved array as a tensor on the host."""
+    array = np.require(value, requirements=["C", "W"])
+    return host_tensor(array, torch.bfloat16 if array.dtype == np.uint16 else torch.float32).clone()
+
+
+def module_tensors(module: Module) -> Iterator[tuple[str, Tensor, Placement]]:
+    """What of a module's ``state_dict`` are parameters, then what are buffers, each in the order of the modules.
 
     Buffers are each rank's own: what a forward pass changes there (running statistics) follows the rank's samples.
     """
-    kept = model.state_dict(keep_vars=True).keys()
+    kept = module.state_dict(keep_vars=True).keys()
+    parameters = ((name, parameter.data, Placement.REPLICATED) for name, parameter in module.named_parameters())
+    buffers = ((name, buffer, Placement.RANK) for name, buffer in module.named_buffers())
+    yield from ((name, tensor, placement) for name, tensor, placement in (*parameters, *buffers) if name in kept)
+
+
+def model_tensors(model: Module) -> list[TorchTensor]:
+    """``model/<name>`` of a model's tensors."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [
-        *(
-            TorchTensor(f"model/{name}", parameter.data, is_trained=parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-        ),
-        *(
-            TorchTensor(f"model/{name}", buffer, Placement.RANK)
-            for name, buffer in model.named_buffers()
-            if name in kept
-        ),
+        TorchTensor(f"model/{name}", tensor, placement, is_trained=name in trained)
+        for name, tensor, placement in module_tensors(model)
     ]
 
 
 def other_names(model: Module) -> dict[str, str]:
     """Names under which ``state_dict`` holds a shared tensor once more (tied weights), and the one it is saved by."""
     first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    held = {name: first.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {name: saved for name, saved in held.items() if name != saved}
-
-
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> list[StateTensor]:
-    """``optimizer/<slot>/<parameter>``, from the names of parameters by id; empty before the first update.
-
-    Raises:
-        UserError: the optimizer holds what is neither tensor nor number.
-    """
-    tensors: list[StateTensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for slot, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors.append(TorchTensor(f"optimizer/{slot}/{names[id(parameter)]}", value))
-                elif isinstance(value, (bool, int, float)):
-                    name = f"optimizer/{slot}{NUMBER}/{names[id(parameter)]}"
-                    tensors.append(ArrayTensor(name, np.array(value, np.float64)))
-                elif value is not None:
-                    raise UserError(
-                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
-                        "use an optimizer whose state is tensors and numbers: others cannot be saved",
-                    )
-    return tensors
-
-
-def group_numbers(optimizer: Optimizer) -> dict[str, float]:
-    """Numbers of the parameter groups by name, but for the rates: some optimizers count or adapt there."""
-    return {
-        f"optimizer/group{NUMBER}/{index}/{key}": float(value)
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "lr" and isinstance(value, (bool, int, float))
+    held = {
+        name: first.get(id(tensor), name)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)  # and not extra state
     }
-
-
-def load_groups(optimizer: Optimizer, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Takes over the numbers of parameter groups that are there."""
-    for name in group_numbers(optimizer).keys() & arrays.keys():
-        index, key = name.split("/")[2:]
-        group = optimizer.param_groups[int(index)]
-        group[key] = type(group[key])(arrays[name])
-
-
-def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Gives each parameter the optimizer state of its name, on its own device."""
-    slots: dict[str, dict[str, NDArray[Any]]] = {}
-    for key, value in arrays.items():
-        kind, _, rest = key.partition("/")
-        if kind == "optimizer":
-            slot, _, path = rest.partition("/")
-            slots.setdefault(path, {})[slot] = value
-    known = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        found = slots.get(names[id(parameter)], {})
-        if found:
-            state[index] = {slot.removesuffix(NUMBER): _slot(slot, value, parameter) for slot, value in found.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": known["param_groups"]})
-    for index, values in state.items():  # it gives them the parameter's type: an optimizer may keep another one
-        held = optimizer.state[parameters[index]]
-        for slot, value in values.items():
-            if isinstance(value, Tensor) and isinstance(held[slot], Tensor) and held[slot].dtype != value.dtype:
-                held[slot] = value.to(held[slot].device)
-
-
-def _slot(slot: str, value: NDArray[Any], parameter: Tensor) -> Tensor | float:
-    if slot.endswith(NUMBER):
-        number = float(value)
-        return int(number) if number.is_integer() else number
-    held = np.require(value, requirements=["C", "W"])
-    copy = host_tensor(held, torch.bfloat16 if held.dtype == np.uint16 else torch.float32).clone()
-    if copy.shape == parameter.shape:  # same memory format as the parameter, so that fused updates stay fast
-        return torch.empty_like(parameter, dtype=copy.dtype, device="cpu").copy_(copy)
-    return copy
+    return {name: saved for name, saved in held.items() if name != saved}
 
 
 def random_tensors(device: torch.device) -> list[ArrayTensor]:

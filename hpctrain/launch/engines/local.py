@@ -15,6 +15,7 @@ from hpctrain.rank.plain_command import STOP_SIGNAL
 from hpctrain.run import provenance
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import Verdict
+from hpctrain.system import python
 from hpctrain.system.cores import thread_environment, threads_per_rank, usable_cores
 from hpctrain.system.output import TERMINAL, quiet_environment, say, terminal_columns
 from hpctrain.system.processes import TETHER
@@ -43,7 +44,7 @@ def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = F
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
     if mpirun is not None:
         environment |= launcher_environment(mpirun.flavour, ranks > cores, os.environ)
-    command = [sys.executable, "-m", "hpctrain", *rank_words]
+    command = python.module("hpctrain", *rank_words)
     if config.launch.command:
         command = [*plain_command(), *config.launch.command]
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
@@ -76,4 +77,4 @@ def rank_environment(
 
 def plain_command() -> list[str]:
     """The words before a command that is not ours."""
-    return [sys.executable, "-m", "hpctrain.rank.plain_command"]
+    return python.module("hpctrain.rank.plain_command")

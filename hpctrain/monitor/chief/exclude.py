@@ -10,6 +10,8 @@ from pathlib import Path
 from hpctrain.monitor.chief.cause import COMPUTE
 from hpctrain.monitor.chief.finding import Kind, State, Verdict
 from hpctrain.run.folder import write_atomically
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import fits, is_count, is_time
 
 FILE = "excluded.json"
 
@@ -29,10 +31,14 @@ class Exclusion:
 def excluded(folder: Path, now: float) -> list[Exclusion]:
     """Entries of a run's monitor folder that have not expired; none where the file is missing or damaged."""
     try:
-        entries = [Exclusion(**entry) for entry in json.loads((folder / FILE).read_bytes())]
+        saved = safe_read.read_json(folder / FILE)
+        entries = [Exclusion(**entry) for entry in saved] if _is_list(saved) else []
     except (OSError, ValueError, TypeError):
         return []
     return [entry for entry in entries if entry.until > now]
+
+
+_is_list = fits([{"host": str, "until": is_time, "attempt": is_count, "reason": str}])
 
 
 def exclude(folder: Path, new: Exclusion, now: float) -> bool:

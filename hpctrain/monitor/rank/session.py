@@ -28,6 +28,7 @@ from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
 from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.system import foreign_text, python
 
 DUMP_ON = signal.SIGRTMAX - 3
 """Signal on which a rank writes its stacks where py-spy may not read them; frameworks and schedulers leave it alone."""
@@ -108,7 +109,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     problems = [text for text in world.everyone.allgather(problem, "share memory with the monitor") if text]
     if problems or memory is None:
         if world.rank == 0:
-            print(f"hpctrain monitor: not watching this run: {problems[0]}", file=sys.stderr, flush=True)
+            foreign_text.show(f"hpctrain monitor: not watching this run: {problems[0]}", sys.stderr)
         return Session(RingClock(), None, None)
     handle, layout, clock = memory
     agent = start_agent(world, RunDir(Path(folder)), config, handle, layout)
@@ -156,7 +157,7 @@ def start_agent(
             port = listener.getsockname()[1] if listener else 0
             meeting = {"addresses": addresses() if listener else [], "port": port, "token": secrets.token_hex(32)}
         except OSError as error:  # the other ranks wait for an answer
-            print(f"hpctrain monitor: not watching this run: {error}", file=sys.stderr, flush=True)
+            foreign_text.show(f"hpctrain monitor: not watching this run: {error}", sys.stderr)
     meeting = world.everyone.broadcast(meeting, "learn where the monitor listens")
     if not meeting:
         return None
@@ -184,7 +185,7 @@ def start_agent(
     try:
         return spawn(plan, keep, folder)
     except OSError as error:
-        print(f"hpctrain monitor: no agent on {world.host}: {error.strerror}", file=sys.stderr, flush=True)
+        foreign_text.show(f"hpctrain monitor: no agent on {world.host}: {error.strerror}", sys.stderr)
         return None
     finally:
         if listener:
@@ -193,14 +194,12 @@ def start_agent(
 
 def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[bytes]:
     """The process, in its own session, so that signals to the rank's group leave it alone."""
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment = python.environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as stdin, open(folder.monitor / f"agent-{plan.node.node}.log", "ab") as log:
         stdin.write(json.dumps(dataclasses.asdict(plan)).encode())
         stdin.seek(0)
         agent = subprocess.Popen(
-            [sys.executable, "-m", "hpctrain.monitor.node.agent"],
+            python.module("hpctrain.monitor.node.agent"),
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -7,6 +7,9 @@ import json
 import os
 import random
 import shutil
+import signal
+import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import pytest
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify import how_it_ended, verify
 from hpctrain.comm.group import Group
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -98,7 +101,10 @@ def test_swapped_and_missing_files(store: CheckpointStore) -> None:
     os.unlink(store.folder(2) / shard)
     resumes_from_1(store)
     os.unlink(store.folder(2) / manifest)
-    assert store.steps() == [1]
+    resumes_from_1(store)
+    shutil.rmtree(store.folder(2))
+    store.folder(2).write_text("a file in place of the folder")
+    resumes_from_1(store)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ def test_verify_says_the_same(store: CheckpointStore, monkeypatch: pytest.Monkey
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    monkeypatch.setattr(h5py, "File", None)
+    monkeypatch.setattr("hpctrain.checkpoint.verify.hdf5_problems", None)
     assert "does not match" in verify(store, 2).problems[0]
 
 
@@ -140,6 +146,88 @@ def test_verify_compares_the_names_in_hdf5(store: CheckpointStore, monkeypatch: 
     monkeypatch.undo()
     forge(store, lambda manifest: manifest["shards"][0]["tensors"][0].update(name="model/other"))
     assert "model/other" in verify(store, 2).problems[0]
+
+
+OUT = h5py.ExternalLink("pipe", "/x")
+SHARD = "shard-00000-of-00001.h5"
+
+
+def replaced(shard: Path, item: Any) -> None:
+    """Puts something in the place of a shard's dataset ``model/layer0/weight``."""
+    with h5py.File(shard, "r+") as file:
+        file.move("model/layer0/weight", "before")
+        if isinstance(item, h5py.VirtualLayout):
+            file.create_virtual_dataset("model/layer0/weight", item)
+        elif isinstance(item, str):
+            options: Any = {"external": [(item, 0, 36)]} if item == "pipe" else {item: True}
+            file.create_dataset("model/layer0/weight", (9, 1), np.float32, **options)
+        else:
+            file["model/layer0/weight"] = item
+
+
+def endless_layout() -> h5py.VirtualLayout:
+    """For whose shape libhdf5 opens the source."""
+    endless = slice(0, h5py.h5s.UNLIMITED)
+    layout = h5py.VirtualLayout((9, 1), np.float32, maxshape=(None, 1))
+    layout[endless, :] = h5py.VirtualSource("pipe", "x", (9, 1), maxshape=(None, 1))[endless, :]
+    return layout
+
+
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        (OUT, "has no dataset model/layer0/weight of its own"),
+        (h5py.SoftLink("/model/layer1/weight"), "has no dataset model/layer0/weight of its own"),
+        (endless_layout(), "does not hold the bytes of model/layer0/weight itself"),
+        ("pipe", "does not hold the bytes of model/layer0/weight itself"),
+        ("chunks", "does not hold the bytes of model/layer0/weight itself"),
+        (np.zeros((9, 2), np.float32), "with another shape or type than the manifest"),
+        (np.zeros((9, 1), np.float32), "elsewhere than the manifest says"),
+    ],
+    ids=["external link", "soft link", "virtual", "external storage", "chunks", "shape", "offset"],
+)
+def test_verify_follows_nothing(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: Any, problem: str
+) -> None:
+    """A shard with right checksums may lead to a pipe, where libhdf5 would wait for ever."""
+    monkeypatch.undo()
+    for folder in (tmp_path, store.folder(2)):
+        os.mkfifo(folder / "pipe")
+    monkeypatch.chdir(tmp_path)
+    replaced(store.folder(2) / SHARD, item)
+    sum_up(store)
+    assert len(verify(store, 2).problems) == 1 and problem in verify(store, 2).problems[0]
+
+
+def test_verify_outlives_what_libhdf5_does_with_odd_files(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that were summed up after they were changed hang or crash libhdf5 now and then."""
+    monkeypatch.undo()
+    original = (store.folder(2) / SHARD).read_bytes()
+    (store.folder(2) / SHARD).write_bytes(original[:9] + bytes(40) + original[49:])
+    sum_up(store)
+    assert "HDF5 cannot read it" in verify(store, 2).problems[0]
+    (store.folder(2) / SHARD).write_bytes(original)
+    sum_up(store)
+    assert verify(store, 2).problems == ()
+    crashed = subprocess.CompletedProcess[bytes]([], -signal.SIGSEGV, b"", b"")
+    assert how_it_ended(crashed) == "HDF5 crashes on it (SIGSEGV)"
+    monkeypatch.setattr("hpctrain.checkpoint.verify.LOOK_S", 0)
+    monkeypatch.setattr("hpctrain.checkpoint.verify.DATASET_S", 0)
+    assert "HDF5 has not come to an end with it after 0 s" in verify(store, 2).problems[0]
+
+
+def sum_up(store: CheckpointStore) -> None:
+    """Gives the shard of step 2 right checksums."""
+    content = (store.folder(2) / SHARD).read_bytes()
+
+    def change(manifest: Any) -> None:
+        shard = manifest["shards"][0]
+        shard["bytes"], shard["crc32"] = len(content), f"{zlib.crc32(content):08x}"
+
+    forge(store, change)
 
 
 def forge(store: CheckpointStore, change: Any) -> None:

@@ -121,6 +121,43 @@ def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Pat
     assert torch.equal(model.head.weight, average if averaged else framework.model.head.weight)
 
 
+class Counting(torch.nn.Linear):
+    """Has extra state, at the top and below it."""
+
+    def __init__(self, below: bool = True, odd: bool = False) -> None:
+        super().__init__(12, 3)
+        self.below = Counting(below=False) if below else None
+        self.state: Any = {"calls": 3, "seen": np.zeros(2) if odd else torch.arange(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(
+    odd: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.support.torch_tasks import make_framework
+
+    framework = make_framework(alone(), lambda: Counting(odd=odd))
+    framework.model.state["calls"] = 7
+    saver = open_saver(CheckpointStore(tmp_path))
+    saver.begin(framework.state(), 1, {}, framework.synchronize)
+    saver.finish().path_or_raise()
+    saver.close()
+    assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.pt")]) == (64 if odd else 0)
+    if odd:
+        assert "_extra_state holds NumPy arrays" in capsys.readouterr().err
+        return
+    model = Counting()
+    model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert model.state["calls"] == 7 and model.below is not None and model.below.state["calls"] == 3
+    assert torch.equal(model.state["seen"], torch.arange(2))
+
+
 def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
     _, _, path = digits
     for name, more in (("plain.pt", []), ("ema.pt", ["--ema"])):

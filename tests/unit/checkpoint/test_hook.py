@@ -22,7 +22,7 @@ from hpctrain.config.sections import CheckpointConfig
 from hpctrain.data import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
-from hpctrain.errors import NoRequeue, RunFailed, UserError
+from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
@@ -206,10 +206,10 @@ def test_a_replaced_attempt_ends(tmp_path: Path) -> None:
     def fence() -> None:
         calls.append(1)
         if len(calls) > 2:
-            raise RunFailed("attempt 1 has been replaced by attempt 2", "nothing to do")
+            raise Replaced("attempt 1 has been replaced by attempt 2")
 
     run = Run(tmp_path, every_steps=1, mode="sync")
-    with pytest.raises(RunFailed, match="replaced by attempt 2"):
+    with pytest.raises(Replaced, match="replaced by attempt 2"):
         run.attempt(fence=fence)
     assert run.said("checkpoint_saved") == [1, 2] and run.store.steps() == [1, 2]
 

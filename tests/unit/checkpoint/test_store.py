@@ -15,10 +15,10 @@ import pytest
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors
+from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors, open_saver
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.group import Group
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import Replaced, RunFailed, UserError
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
@@ -135,14 +135,14 @@ def test_a_fenced_process_neither_commits_nor_removes(tmp_path: Path) -> None:
 
     def fence() -> None:
         if fenced:
-            raise RunFailed("attempt 1 has been replaced by attempt 2", "nothing to do")
+            raise Replaced("attempt 1 has been replaced by attempt 2")
 
     store = CheckpointStore(tmp_path, keep=Retention(last=1), fence=fence)
     store.save(arrays(), step=1)
     fenced = True
-    with pytest.raises(RunFailed, match="replaced by attempt 2"):
+    with pytest.raises(Replaced, match="replaced by attempt 2"):
         store.save(arrays(), step=2)
-    with pytest.raises(RunFailed, match="replaced by attempt 2"):
+    with pytest.raises(Replaced, match="replaced by attempt 2"):
         store.remove(1)
     assert os.listdir(tmp_path) == ["step-000000001"]
     store.close()
@@ -160,6 +160,46 @@ def test_a_swept_writer_cannot_commit(tmp_path: Path) -> None:
         older.save(arrays(), step=1)
     assert newer.steps() == [] and os.listdir(tmp_path) == []
     older.close()
+
+
+def test_a_swept_writer_takes_no_checkpoint_of_the_newer_attempt_away(tmp_path: Path) -> None:
+    newer, slept = CheckpointStore(tmp_path), []
+
+    def sleep_here() -> None:
+        if not slept:
+            slept.append(newer.sweep())
+            newer.save(arrays(2), step=1)
+
+    older = CheckpointStore(tmp_path, fence=sleep_here)
+    with pytest.raises(RunFailed):
+        older.save(arrays(1), step=1)
+    assert newer.load().arrays["model/weight"][0, 0] == 2 and os.listdir(tmp_path) == ["step-000000001"]
+    for store in (older, newer):
+        store.close()
+
+
+def test_a_writer_that_was_swept_before_its_commit_learns_why(tmp_path: Path) -> None:
+    def fence() -> None:
+        raise Replaced("attempt 1 has been replaced by attempt 2")
+
+    saver = open_saver(CheckpointStore(tmp_path, fence=fence))
+    saver.begin(array_tensors(arrays(), {}), 1, {})
+    saver.rest()
+    assert CheckpointStore(tmp_path).sweep()
+    with pytest.raises(Replaced, match=r"step 1 was not written: rank 0: attempt 1 has been replaced by attempt 2"):
+        saver.finish().path_or_raise()
+    saver.close()
+
+
+def test_a_replaced_process_does_not_sweep(store: CheckpointStore) -> None:
+    def fence() -> None:
+        raise Replaced("attempt 1 has been replaced by attempt 2")
+
+    partial = store.path / ".partial-step-000000003-ab-1"
+    partial.mkdir(parents=True)
+    with pytest.raises(Replaced):
+        CheckpointStore(store.path, fence=fence).sweep()
+    assert partial.exists()
 
 
 def test_too_little_space_is_said_before_writing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,3 +108,72 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_users_mistakes(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["ckpt", *(word.replace("{run}", str(run)) for word in words)]) == 64
     assert message in capsys.readouterr().err
+
+
+def forge(run: Path, change: Callable[[Any], object]) -> None:
+    """Changes the manifest of step 2 and gives it a right checksum."""
+    path = run / "checkpoints" / "step-000000002" / "manifest.json"
+    manifest = json.loads(path.read_bytes())["manifest"]
+    change(manifest)
+    body = json.dumps(manifest).replace('"1e999"', "1e999").encode()
+    path.write_bytes(b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body))
+
+
+def add(manifest: Any, **values: Any) -> None:
+    """A tensor without values."""
+    entry = {"name": "new", "dtype": "float32", "shape": [0], "rank": None, "rows": [0, 0], "offset": 0}
+    manifest["shards"][0]["tensors"].append(entry | {"crc32": "00000000"} | values)
+
+
+ODD: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: m["meta"].update(time="noon"), ""),
+    (lambda m: m["meta"].update(time=[1]), ""),
+    (lambda m: m["meta"].update(time=1e300), ""),
+    (lambda m: m["meta"].update(time="1e999"), "1e999 is not JSON"),
+    (lambda m: m["shards"][0]["tensors"][0].update(name="model/\ud800"), "is not a name"),
+    (lambda m: add(m, shape=[2**55, 0, 2**55], rows=[0, 2**55]), "new cannot have the shape"),
+    (lambda m: add(m, name="model/a/odd", rank=0), "model/a/odd belongs to single ranks and to all of them"),
+    (lambda m: m["meta"].update(identity=[]), ""),
+    (lambda m: m["meta"].update(identity={"config": []}), ""),
+    (lambda m: m["meta"].update(identity={"config": {"train": {}, "task": 3}}), ""),
+    (lambda m: m["meta"].update(other_names={"model/a/tied": []}), ""),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), ODD)
+def test_odd_manifests_with_right_checksums(
+    run: Path, capfd: pytest.CaptureFixture[str], change: Callable[[Any], object], problem: str
+) -> None:
+    first, second = (str(run / "checkpoints" / f"step-00000000{step}") for step in (1, 2))
+    forge(run, change)
+    for words in (["ls", str(run)], ["verify", second], ["inspect", second], ["diff", first, second]):
+        expected = {"ls": 0, "diff": 1}.get(words[0], 0) if not problem else 0 if words[0] == "ls" else 70
+        assert main(["ckpt", *words]) == expected
+        said = "".join(capfd.readouterr())
+        assert problem in said
+    assert main(["ckpt", "ls", str(run), "--json"]) == 0
+    weights = str(run / "a.safetensors")
+    assert main(["ckpt", "export", second, "-o", weights]) == (70 if problem else 0)
+    assert main(["ckpt", "export", second, "-o", str(run / "a.weights.h5")]) in (64, 70)
+
+
+def test_names_that_no_terminal_can_show(run: Path) -> None:
+    forge(run, lambda manifest: manifest.update(shards="\ud800"))
+    for words in (["ls", str(run)], ["verify", str(run)]):
+        done = subprocess.run([sys.executable, "-m", "hpctrain", "ckpt", *words], capture_output=True, text=True)
+        assert r"\ud800 is not a list" in done.stdout and not done.stderr
+
+
+def test_numbers_at_the_end_of_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = CheckpointStore(tmp_path)
+    most = np.finfo(np.float64).max
+    store.save({"model/a": np.array([most, most, most])}, step=1)
+    store.save({"model/a": np.array([-most, most, most])}, step=2)
+    store.close()
+    assert main(["ckpt", "inspect", str(tmp_path), "--step", "1", "--json"]) == 0
+    (summary,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]
+    assert summary["least"] == summary["mean"] == summary["most"] == most
+    assert main(["ckpt", "inspect", str(tmp_path), "--step", "2", "--json"]) == 0
+    (summary,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]
+    assert summary["mean"] == pytest.approx(most / 3)
+    assert main(["ckpt", "diff", *(str(tmp_path / f"step-00000000{step}") for step in (1, 2))]) == 1

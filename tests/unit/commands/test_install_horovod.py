@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.horovod_wheel import patch
+from hpctrain.horovod_wheel import cache, patch
 from hpctrain.horovod_wheel.build import Build, cuda_environment, explain_log
 from hpctrain.horovod_wheel.recipe import Recipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py, find_mpi
+from tests.conftest import NOT_PERMITTED
+from tests.support.hostile import SOMEBODY, as_somebody
 
 RECIPE = Recipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
 
@@ -243,3 +248,146 @@ def test_a_tmpdir_without_programs_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("hpctrain.horovod_wheel.toolchain.subprocess.run", run)
     with pytest.raises(UserError, match="set TMPDIR"):
         find_mpi()
+
+
+def wheel_in(
+    folder: Path, name: str = "horovod-0.28.1+key-py3-none-any.whl", listed: str = "", body: str = "x = 1"
+) -> Path:
+    """A small wheel with its RECORD."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    digest = base64.urlsafe_b64encode(hashlib.sha256((listed or body).encode()).digest()).rstrip(b"=").decode()
+    record = f"horovod/__init__.py,sha256={digest},{len(body)}\nhorovod-0.28.1.dist-info/RECORD,,\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("horovod/__init__.py", body)
+        archive.writestr("horovod-0.28.1.dist-info/RECORD", record)
+    path.chmod(0o644)
+    return path
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache.own_folder()
+
+
+def test_a_sound_wheel_is_taken_as_a_copy(tmp_path: Path, own: Path) -> None:
+    wheel = wheel_in(tmp_path / "shared")
+    with cache.checked(wheel) as copy:
+        assert copy != wheel and copy.name == wheel.name and copy.read_bytes() == wheel.read_bytes()
+        assert copy.parent.stat().st_mode & 0o777 == 0o700
+        wheel.write_bytes(b"another one")
+        assert copy.read_bytes() != b"another one"
+    assert not copy.exists()
+
+
+@pytest.mark.parametrize(("listed", "why"), [("other", "not what it lists"), ("", "")])
+def test_a_wheel_without_a_known_sum_must_be_what_its_record_says(
+    tmp_path: Path, own: Path, listed: str, why: str
+) -> None:
+    wheel = wheel_in(tmp_path / "shared", listed=listed)
+    if not why:
+        with zipfile.ZipFile(wheel, "a") as archive:
+            archive.writestr("horovod/more.py", "")
+    with pytest.raises(UserError, match=why or "other files than it lists"), cache.checked(wheel):
+        pass
+    wheel.write_bytes(wheel.read_bytes()[:-30])
+    with pytest.raises(UserError, match="not a whole wheel"), cache.checked(wheel):
+        pass
+
+
+def test_a_wheel_that_another_has_put_in_the_place_of_a_built_one_is_refused(tmp_path: Path, own: Path) -> None:
+    built = wheel_in(tmp_path / "room")
+    cache.keep(built)
+    assert cache.is_private(own)
+    (tmp_path / "shared").mkdir()
+    shared = cache.share(built, tmp_path / "shared")
+    with cache.checked(shared):
+        pass
+    wheel_in(tmp_path / "shared", body="import os")  # whole, and with the same name
+    with (
+        pytest.raises(UserError, match="not the wheel that was built: its SHA-256 differs") as caught,
+        cache.checked(shared),
+    ):
+        pass
+    assert "--force" in caught.value.fix
+
+
+def test_whose_wheels_are_taken(tmp_path: Path) -> None:
+    wheel = tmp_path / "horovod.whl"
+    wheel.touch()
+
+    def status(user: int, mode: int) -> os.stat_result:
+        return os.stat_result((mode, 1, 1, 1, user, user, 0, 0, 0, 0))
+
+    for user in (0, 1000):
+        cache.require_trusted(wheel, status(user, 0o100644), user=1000)
+    for user, mode, why in [
+        (1001, 0o100644, "belongs to user 1001, who could"),
+        (1000, 0o100664, "may be written by others"),
+        (0, 0o100646, "may be written by others"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            cache.require_trusted(wheel, status(user, mode), user=1000)
+
+
+INSTALL = """
+import sys
+from pathlib import Path
+from hpctrain.errors import UserError
+from hpctrain.horovod_wheel import cache
+wheel = Path(sys.argv[1])
+try:
+    print(cache.is_private(wheel.parent))
+    with cache.checked(wheel) as copy:
+        print("taken")
+except UserError as error:
+    print(error.what)
+"""
+
+
+@pytest.mark.skipif(not as_somebody(), reason=f"{NOT_PERMITTED}only root can be somebody else")
+def test_a_user_takes_nothing_that_a_third_one_put_into_a_shared_folder(tmp_path: Path) -> None:
+    def taken(wheel: Path) -> list[str]:
+        command = [*as_somebody(), sys.executable, "-c", INSTALL, str(wheel)]
+        env = {**os.environ, "HOME": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    wheel = wheel_in(tmp_path / "shared")
+    (tmp_path / "shared").chmod(0o1777)
+    assert taken(wheel) == ["False", "taken"], "root's"
+    os.chown(wheel, SOMEBODY, SOMEBODY)
+    assert taken(wheel) == ["False", "taken"], "the user's own"
+    os.chown(wheel, 12345, 12345)
+    assert "belongs to user 12345, who could have put anything into it" in taken(wheel)[1]
+    os.chown(wheel, 0, 0)
+    wheel.chmod(0o666)
+    assert "may be written by others" in taken(wheel)[1]
+    wheel.unlink()
+    os.mkfifo(wheel)
+    assert "it is a pipe" in taken(wheel)[1]
+
+
+def test_builds_lie_where_nobody_else_can_write(tmp_path: Path, own: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
+    assert not cache.is_private(shared)
+    cache.make_private(own)
+    assert cache.is_private(own)
+    own.chmod(0o777)
+    cache.make_private(own)
+    assert cache.is_private(own)
+
+
+def test_a_prepared_build_in_a_shared_folder_is_not_gone_on_with(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "horovod-0.28.1.tar.gz").write_text("prepared")
+    done = install_horovod(
+        shared, XDG_CACHE_HOME=str(tmp_path / "cache"), PIP_INDEX_URL="file:///nonexistent", PIP_NO_INDEX="1"
+    )
+    assert done.returncode == 70 and "is not the sdist" not in done.stderr, "it downloads its own, or tries to"
+    assert [path.name for path in shared.iterdir()] == ["horovod-0.28.1.tar.gz"]

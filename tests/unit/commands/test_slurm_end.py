@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.launch.engines.slurm import client, submission
+from hpctrain.launch.engines.slurm import client, requeue, submission
+from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself
 
@@ -20,6 +22,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     entries = [client.QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
     monkeypatch.setattr(client, "find", lambda name: name)
     monkeypatch.setattr(submission, "alive", lambda run: entries)
+    monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/job.sbatch", "/", ""))
     return RunDir(tmp_path)
 
 
@@ -58,3 +61,129 @@ def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str]) -> None
     LiveLock(run, dataclasses.replace(myself(), job=None)).acquire()
     assert main(["stop", str(run.path)]) == 0
     assert not cancelled and run.stop_requested_by() is not None
+
+
+SQUEUE = """#!/bin/sh
+echo "$@" >> {folder}/asked
+case "$*" in *--format*) for job in {jobs}; do echo "$job|$job|N/A|PENDING|0:00|1:00|1:00||N/A|None"; done;; esac
+"""
+SCONTROL = """#!/bin/sh
+cat {folder}/job-$3 2>/dev/null || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
+"""
+SCANCEL = """#!/bin/sh
+echo "$@" >> {folder}/cancelled
+"""
+ORIGIN = """JobId={number} JobName={name}
+   UserId=me(1) GroupId=me(1) MCS_label=N/A
+   Command={command}
+   WorkDir={cwd}
+   StdErr={log}
+   StdIn=/dev/null
+   StdOut={log}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeSlurm:
+    """Commands that tell of the jobs given to ``knows``, and note what is cancelled."""
+
+    folder: Path
+
+    def knows(self, number: str, command: Path | str, log: Path | str, cwd: str = "/work", name: str = "r") -> None:
+        text = ORIGIN.format(number=number, name=name, command=command, cwd=cwd, log=log)
+        (self.folder / f"job-{number}").write_text(text)
+        jobs = " ".join(path.name.removeprefix("job-") for path in self.folder.glob("job-*"))
+        for program, script in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+            (self.folder / program).write_text(script.format(folder=self.folder, jobs=jobs))
+            (self.folder / program).chmod(0o755)
+
+    def cancelled(self) -> str:
+        """Words of all calls of scancel."""
+        path = self.folder / "cancelled"
+        return path.read_text().strip() if path.exists() else ""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Slurm's commands on PATH."""
+    made = FakeSlurm(tmp_path / "slurm")
+    made.folder.mkdir()
+    monkeypatch.setenv("PATH", f"{made.folder}:/usr/bin:/bin")
+    client.origin.cache_clear()
+    return made
+
+
+def submitted(tmp_path: Path, *jobs: str) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.run_yaml.write_text("name: r\nlaunch: {command: [sh]}\n")
+    for job in jobs:
+        submission.record(run, submission.Submitted(job, 0.0, "/work"))
+    return run
+
+
+@pytest.mark.parametrize("command", ["cancel", "stop"])
+def test_a_job_that_somebody_has_written_into_the_folder_is_left_alone(
+    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = submitted(tmp_path, "41", "42")
+    fake.knows("41", run.path / "job.sbatch", "/elsewhere/x.out")
+    fake.knows("42", "/home/me/thesis/job.sbatch", "/home/me/thesis/logs/slurm-42.out", name="r")
+    assert main([command, str(run.path)]) == 0
+    assert fake.cancelled() == "41"
+    said = capsys.readouterr().out
+    assert "job 42 is left alone: it is 'r' of /work" in said and "scancel 42 ends it" in said
+
+
+@pytest.mark.parametrize("line", ["--user=me", "42 43", "42,43", "", "a", None, ["42"], "٤٢"])
+def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake: FakeSlurm, line: object) -> None:
+    run = submitted(tmp_path)
+    fake.knows("42", "/home/me/thesis/job.sbatch", "")
+    (run.path / "jobs.jsonl").write_text(json.dumps({"job": line, "time": 0.0, "cwd": "/"}) + "\n")
+    assert submission.submissions(run) == []
+    assert main(["cancel", str(run.path)]) == 0
+    assert not fake.cancelled() and not (fake.folder / "asked").exists()
+
+
+def test_how_slurm_tells_whose_a_job_is(tmp_path: Path) -> None:
+    run, array = submitted(tmp_path), RunDir(tmp_path / "array" / "3")
+    array.create()
+    (tmp_path / "file.yaml").write_text(f"name: r\nlaunch: {{command: [sh]}}\nrun_dir: {run.path}\n")
+    (tmp_path / "a b.yaml").write_text("name: wave\nlaunch: {command: [sh]}\n")
+    (run.path / "more").symlink_to(tmp_path)
+
+    def is_of(run: RunDir, command: object = "", log: object = "", cwd: object = "/work") -> bool:
+        return submission.is_of(run, client.Origin("r", str(command), str(cwd), str(log)))
+
+    assert is_of(run, command=run.path / "job.sbatch"), "hpctrain submit"
+    assert is_of(run, command="/any/script", log=run.path / "logs" / "slurm-7.out"), "hpctrain render, then sbatch"
+    assert is_of(run, command=f"/any/portable.sbatch {tmp_path}/file.yaml"), "a script for any run file"
+    assert is_of(run, command="/any/portable.sbatch file.yaml", cwd=tmp_path)
+    wave = RunDir(tmp_path / "runs" / "wave")
+    wave.create()
+    assert is_of(wave, command="/any dir/portable.sbatch a b.yaml", cwd=tmp_path)
+    assert is_of(array, command=array.path.parent / "job.sbatch"), "an element of an array"
+    assert is_of(array, log=array.path.parent / "logs" / "slurm-7_3.out")
+
+    (tmp_path / "link").symlink_to(run.path)
+    assert is_of(RunDir(tmp_path / "link"), command=run.path / "job.sbatch"), "another way to the same folder"
+    other = RunDir(tmp_path / "other")
+    other.path.mkdir()
+    (other.path / "logs").symlink_to(run.logs)
+    (other.path / "job.sbatch").symlink_to(run.path / "job.sbatch")
+    assert not is_of(other, command=run.path / "job.sbatch", log=run.logs / "slurm-7.out"), "links that lie in it"
+    assert not is_of(other, command=f"/any/portable.sbatch {tmp_path}/file.yaml")
+    assert not is_of(run, command="(null)", log="/work/slurm-7.out")
+    assert not is_of(run)
+
+
+def test_the_end_of_a_run_takes_only_its_own_jobs_out_of_the_queue(
+    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = submitted(tmp_path, "40", "41", "42", "43")
+    for job in ("40", "41"):
+        fake.knows(job, run.path / "job.sbatch", "")
+    fake.knows("42", "/home/me/thesis/job.sbatch", "")
+    requeue.end_chain(run, Job("40", 1, 1, 0, "n1"))
+    assert fake.cancelled() == "--state=PENDING 41", "42 is another run's, and 43 is forgotten"
+    assert "job 42 is left alone" in capsys.readouterr().err

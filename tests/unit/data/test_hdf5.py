@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hpctrain.data import open_dataset
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.hdf5 import BlockArray, Hdf5Dataset, MappedArray
+from hpctrain.data.formats.hdf5 import BlockArray, Hdf5Dataset
+from hpctrain.data.formats.hdf5_arrays import MappedArray
 from hpctrain.errors import UserError
 
 LENGTH = 500

@@ -13,6 +13,9 @@ from keras import layers
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
+from hpctrain.frameworks.tensorflow.runtime import begin_task
+from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
 from tests.support.tensorflow_tasks import (
@@ -135,6 +138,67 @@ def test_layers_inside_any_forward_know_whether_they_train() -> None:
     framework.step([batch], 30)
     framework.evaluate(batch)
     assert seen[0] is True and seen[-1] is False
+
+
+def test_gradients_whose_shape_is_not_known_in_advance_are_exchanged() -> None:
+    def model() -> keras.Model:
+        return keras.Sequential(
+            [keras.Input((12,)), layers.Reshape((3, 4)), layers.Dense(5), layers.Flatten(), layers.Dense(3)]
+        )
+
+    used, exact = first_update(model=model)
+    for got, wanted in zip(used, exact, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-7)
+
+
+class Subclassed(keras.Model):
+    """Makes its weights at the first call, one of its layers in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.only_in_training, self.head = layers.Dense(8), layers.Dense(8), layers.Dense(3)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        hidden = self.inner(inputs)
+        return self.head(self.only_in_training(hidden) if training else hidden)
+
+
+@pytest.mark.parametrize("is_built", [False, True], ids=["new", "after-build"])
+@pytest.mark.filterwarnings("ignore:`build\\(\\)` was called on layer:UserWarning")
+def test_a_dry_call_makes_the_weights_of_subclassed_models(is_built: bool) -> None:
+    def model() -> keras.Model:
+        found = Subclassed()
+        if is_built:
+            found.build((None, 12))  # marks it as built, and makes no weights
+        return found
+
+    begin_task(7)
+    judge = layers.Dense(1)
+    metrics = {"judged": lambda outputs, batch: judge(outputs)[0, 0]}
+    task = KerasTask(model(), mean_loss, keras.optimizers.Adam(1e-2), None, metrics=metrics)
+    assert lacks_weights(task.model)
+    dry_call(task, samples())
+    assert not lacks_weights(task.model) and judge.built
+    assert {variable.path for variable in task.model.variables} == {
+        f"subclassed/{layer}/{weight}" for layer in ("dense_1", "dense_2", "dense_3") for weight in ("kernel", "bias")
+    }
+    losses = train(make_framework(alone(), model=lambda: task.model, loss=mean_loss), 21)
+    assert np.mean(losses[-7:]) < 0.8 * np.mean(losses[:7])
+
+
+def test_weights_that_come_too_late_are_refused_by_name() -> None:
+    class Late(Subclassed):
+        def build(self, shape: Any) -> None:
+            self.inner.build(shape)
+
+    with pytest.raises(UserError, match=r"made the weight late/dense_\d/kernel in its first training step"):
+        train(make_framework(alone(), model=lambda: built(Late())), 1)
+
+
+def built(model: keras.Model) -> keras.Model:
+    """With the weights of its own ``build``."""
+    model.build((None, 12))
+    return model
 
 
 def test_batches_of_other_sizes_are_not_traced_anew() -> None:
@@ -304,8 +368,16 @@ def made_in_float64() -> keras.Model:
     return plain_model()
 
 
+def frozen_model() -> keras.Model:
+    """Of which nothing is trained."""
+    model = plain_model()
+    model.trainable = False
+    return model
+
+
 def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "no weights yet" in refusal(model=lambda: keras.Sequential([layers.Dense(3)]))
+    assert "no weight to train" in refusal(model=frozen_model)
     assert "travel after the backward pass" in refusal(reduce={"overlap": "on"})
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)

@@ -148,6 +148,16 @@ def test_python_and_numpy_draw_the_same_again() -> None:
     assert [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()] == drawn
 
 
+def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks() -> None:
+    framework = make_framework(alone())
+    drawn = []
+    for step in (0, 0, 7, 8):
+        framework.reseed(step)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
+    assert all(len(set(of_one)) == 3 for of_one in zip(*drawn, strict=True))
+
+
 def test_the_average_is_what_is_evaluated() -> None:
     framework = make_framework(alone(), ema_decay=0.9)
     train(framework, 5)

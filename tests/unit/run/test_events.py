@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.run.events import COMMON, FIELDS, decode, encode, missing_fields, resolve
+from hpctrain.run.events import COMMON, FIELDS, TYPES, Decoder, decode, encode, missing_fields, resolve
 
 PAGE = Path(__file__).parents[3] / "docs" / "events.md"
 
@@ -22,6 +22,42 @@ def test_the_page_names_every_event_and_each_of_its_fields():
         assert set(fields) <= documented[name], name
     common = PAGE.read_text().split("## ")[1]
     assert set(re.findall(r"^\| `(\w+)`", common, re.M)) == set(COMMON)
+
+
+EXAMPLES = {
+    "integer": 1,
+    "number": 0.5,
+    "text": "x",
+    "mapping": {},
+    "list": [],
+    "list of text": ["x"],
+    "list of integer": [1],
+    "list of mapping": [{}],
+    "true or false": True,
+    "integer or null": None,
+    "text or null": None,
+}
+WRONG = {name: {"x": []} if value == [] or value == {} else [[]] for name, value in EXAMPLES.items()}
+
+
+def test_what_readers_take_for_granted_is_what_the_page_says():
+    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.M | re.S))
+    for name, text in sections.items():
+        documented = dict(re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", text, re.M))
+        assert documented.keys() == TYPES[name].keys(), name
+        for field, kind in documented.items():
+            event = {"time": 1.0, "event": name, "step": 1, "attempt": 1}
+            assert list(Decoder().events([encode({**event, field: EXAMPLES[kind]})])), (name, field)
+            assert not list(Decoder().events([encode({**event, field: WRONG[kind]})])), (name, field)
+
+
+def test_events_of_wrong_types_are_left_out_counted_and_told():
+    right = {"time": 1.0, "event": "train", "step": 1, "attempt": 1}
+    decoder = Decoder()
+    found = list(decoder.events(map(encode, [right, {**right, "loss": "low"}, {**right, "step": 0.5}, right])))
+    assert found == [right, right] and decoder.left_out == 2
+    assert decoder.note.startswith("2 events are left out, for loss of train is not of the type")
+    assert not Decoder().note
 
 
 def test_missing_fields_are_named():

@@ -109,6 +109,16 @@ def test_lost_nodes_are_not_counted_as_failures_of_the_run():
     assert decide([], [STUCK, STUCK, STUCK], max_failures=3, failure=node) == node
 
 
+def test_an_attempt_that_was_replaced_is_not_run_again_and_not_counted() -> None:
+    replaced = {**STUCK, "verdict": {"exit_code": 76, "cause": "replaced"}}
+    assert trailing_failures([STUCK, replaced, STUCK]) == 2
+    word = failed(0, "attempt 1 has been replaced by attempt 2", 1.0, ExitCode.DO_NOT_REQUEUE)
+    assert word.error is not None
+    error = dataclasses.replace(word.error, type="Replaced")
+    verdict = decide([dataclasses.replace(word, error=error)], [STUCK], max_failures=3)
+    assert (verdict.action, verdict.exit_code, verdict.cause) == (Action.DO_NOT_REQUEUE, 76, "replaced")
+
+
 def test_an_attempt_that_died_with_its_supervisor_came_as_far_as_the_next_one_began():
     died = {"attempt": 1, "from_step": 0}
     assert trailing_failures([died, STUCK]) == 1

@@ -23,6 +23,7 @@ from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
 from hpctrain.run.folder import RunDir
+from hpctrain.system import foreign_text, python
 
 STAGE_IN_S = 3600.0
 """Longest time that stage-in may take."""
@@ -68,7 +69,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
-            print(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", file=sys.stderr, flush=True)
+            foreign_text.show(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", sys.stderr)
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
             return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
@@ -122,18 +123,18 @@ def check(
     needs_mpi = bool(config.task) and job.ranks > 1
     expected = Expected(job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, needs_mpi)
     options = [f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
-    command = [interpreter, "-m", "hpctrain.launch.engines.slurm.probe", *options]
+    command = python.module("hpctrain.launch.engines.slurm.probe", *options, interpreter=interpreter)
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
     _, output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
-        print(output, file=sys.stderr, flush=True)
+        foreign_text.show(output, sys.stderr)
     return problems, preflight.hosts_of_tasks(reports)
 
 
-def python(config: Config) -> str:
+def interpreter_of(config: Config) -> str:
     """The ranks' interpreter: this one, but inside an image the image's."""
     return "python3" if config.task and config.launch.slurm.wrap else sys.executable
 
@@ -145,7 +146,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         NoRequeue: it did not end well on every node.
     """
     launch = config.launch
-    own = python(config)
+    own = interpreter_of(config)
     if not launch.stage_in and not launch.stage_environment:
         return own, {}
     if launch.slurm.wrap and launch.stage_environment:
@@ -153,13 +154,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
             "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
         )
     folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
-    command = [
-        sys.executable,
-        "-m",
-        "hpctrain.launch.engines.slurm.stage",
-        str(folder),
-        *map(_absolute, launch.stage_in),
-    ]
+    command = python.module("hpctrain.launch.engines.slurm.stage", str(folder), *map(_absolute, launch.stage_in))
     if launch.stage_environment:
         archive = run.path / "environment.tar"
         stage.pack(Path(sys.prefix), archive)
@@ -170,7 +165,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
         raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
     if code:
-        print(output, file=sys.stderr, flush=True)
+        foreign_text.show(output, sys.stderr)
         why = last_line(output) or f"it ended with code {code}"
         raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
     return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -52,6 +53,19 @@ class QueueEntry:
     limit: str
     nodes: str
     start: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a job comes from, by its submitter's own words to Slurm."""
+
+    name: str
+    command: str
+    """Path of its script, and the script's arguments."""
+    folder: str
+    """That it was submitted from, or starts in."""
+    output: str
+    """Path of its log."""
 
 
 def find(program: str) -> str:
@@ -161,6 +175,23 @@ def job_fields(job: str) -> dict[str, str]:
 def parse_fields(text: str) -> dict[str, str]:
     """Fields of one line of scontrol; where a name stands twice the first counts, for comments come late."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text)))
+
+
+@functools.cache
+def origin(job: str) -> Origin | None:
+    """Where a job, or all elements of an array, come from; None where Slurm has forgotten it."""
+    try:
+        return parse_origin(run(["scontrol", "show", "job", job]))
+    except RunFailed as error:
+        if "invalid job id" in error.what.lower():
+            return None
+        raise
+
+
+def parse_origin(text: str) -> Origin:
+    """The first job in the lines of scontrol; these fields end their lines, and come before any free text."""
+    found = [re.search(rf"{name}=(.*)$", text, re.MULTILINE) for name in ("JobName", "Command", "WorkDir", "StdOut")]
+    return Origin(*(match[1] if match else "" for match in found))
 
 
 def mpi_types() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.run.folder import RunDir
+from hpctrain.system import safe_read
 
+PART_BYTES = 32 << 20
+"""Of a log that has more than two of them, its first and its last are read."""
 NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
 OURS = (
     r"^hpctrain: .+(?: of the job script failed|\n  fix: (?!the same command|nothing to do)|(?:\n  fix: .*)?\n  logs: )"
@@ -52,7 +57,7 @@ def first_error(logs: Sequence[Log]) -> tuple[Log, str] | None:
     """The log that fell silent first among those that show an error, and its lines from the error on."""
     candidates = []
     for log in logs:
-        text = log.path.read_text(errors="replace")
+        text = read(log.path)
         if match := ERROR.search(text):
             start = text.rfind("\n", 0, match.start()) + 1
             candidates.append((log.rank == "job", log.path.stat().st_mtime, log, text[start : start + 4000]))
@@ -62,23 +67,48 @@ def first_error(logs: Sequence[Log]) -> tuple[Log, str] | None:
     return log, text
 
 
+def read(path: Path) -> str:
+    """A log's text; of one that is very long its beginning and end. Empty where it is not a file that can be read."""
+    try:
+        handle = safe_read.open_plain(path)
+    except (FileNotFoundError, safe_read.NotPlain):
+        return ""
+    with os.fdopen(handle, "rb") as file:
+        size = os.fstat(handle).st_size
+        if size <= 2 * PART_BYTES:
+            return file.read(2 * PART_BYTES).decode(errors="replace")
+        first = file.read(PART_BYTES)
+        file.seek(size - PART_BYTES)
+        middle = f"\n... {size - 2 * PART_BYTES} bytes are left out: see {path} ...\n"
+        return first.decode(errors="replace") + middle + file.read(PART_BYTES).decode(errors="replace")
+
+
 def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: float = 10.0) -> Iterator[str]:
     """Text as it is appended, until ``over`` and nothing more comes; waits for the file to appear.
 
     ``over`` asks Slurm's controller, which serves all users: it is called every ``ask_s`` seconds only.
     """
     position, ended, asked = 0, False, float("-inf")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while True:
         if not ended and time.monotonic() - asked >= ask_s:
             ended, asked = over(), time.monotonic()
-        if path.exists():
-            with open(path, errors="replace") as file:
-                file.seek(position)
-                text = file.read()
-                position = file.tell()
-            if text:
-                yield text
-                continue
+        if content := _read_at(path, position):
+            position += len(content)
+            yield decoder.decode(content)
+            continue
         if ended:
             return
         time.sleep(pause_s)
+
+
+def _read_at(path: Path, position: int) -> bytes:
+    """What comes next; empty where there is nothing more, or no file."""
+    try:
+        handle = safe_read.open_plain(path)
+    except (FileNotFoundError, safe_read.NotPlain):
+        return b""
+    try:
+        return os.pread(handle, safe_read.BLOCK_BYTES, position)
+    finally:
+        os.close(handle)

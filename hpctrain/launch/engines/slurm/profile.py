@@ -19,7 +19,10 @@ from typing import Any
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.resources import template_dir
+from hpctrain.system import safe_read
 
+MOST_BYTES = 256 << 10
+"""Of a profile."""
 APPLIED = "none"
 """Name of the profile of a configuration that profiles have been applied to, or that wants none."""
 
@@ -82,10 +85,10 @@ def find(name: str, site: Path) -> Path:
 def read(path: Path) -> Profile:
     """Reads and checks one file."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(safe_read.read(path, MOST_BYTES).decode())
     except OSError as error:
         raise UserError(f"profile {path} cannot be read: {error.strerror}", "give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"profile {path} is not TOML: {error}", "correct the line") from error
     description, verified = raw.pop("description", ""), raw.pop("verified", False)
     return Profile(path.stem, path, description, verified, _checked(raw, path))

@@ -12,7 +12,7 @@ from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import Submitted, note, submissions
+from hpctrain.launch.engines.slurm.submission import Submitted, apart, note, submissions
 from hpctrain.launch.supervisor import say
 from hpctrain.monitor.chief.exclude import excluded
 from hpctrain.run.folder import RunDir
@@ -92,7 +92,15 @@ def end_chain(run: RunDir, job: Job) -> None:
     jobs = [each.job for each in submissions(run)]
     later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
     if later:
-        take_out(later, pending_only=True)
+        try:
+            later, others = apart(run, later)
+        except HpctrainError as error:
+            say(str(error))
+            return
+        for sentence in others:
+            say(sentence)
+        if later:
+            take_out(later, pending_only=True)
 
 
 def take_out(jobs: Sequence[str], pending_only: bool = False) -> None:

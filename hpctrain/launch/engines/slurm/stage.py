@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.system import foreign_text
 
 BLOCK_BYTES = 8 * 2**20
 RECORD = ".hpctrain-staged.json"
@@ -38,7 +39,7 @@ def main() -> int:
         if args.unpack:
             unpack(args.unpack, args.folder / "environment")
     except HpctrainError as error:
-        print(f"hpctrain: {error}", file=sys.stderr)
+        foreign_text.show(f"hpctrain: {error}", sys.stderr)
         return error.exit_code
     return 0
 

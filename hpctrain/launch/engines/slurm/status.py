@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpctrain.errors import HpctrainError
@@ -13,6 +13,7 @@ from hpctrain.launch.engines.slurm.submission import ALIVE, submissions
 from hpctrain.run.event_follower import Following
 from hpctrain.run.folder import RunDir
 from hpctrain.run.progress import Digest, finding
+from hpctrain.system import foreign_text
 
 UNKNOWN = "UNKNOWN"
 """Neither the queue nor accounting knows the job any more: it may have ended in any way."""
@@ -38,6 +39,8 @@ class Progress:
     ended: str | None
     """How the last attempt ended, where it said so."""
     stop_requested_by: str | None
+    left_out: str | None = None
+    """Events that were left out, being none of the run's own."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,10 @@ def newest(jobs: Sequence[str], entries: Mapping[str, client.QueueEntry]) -> cli
 
 def progress_of(run: RunDir) -> Progress:
     """What the run folder knows now."""
-    digest = Following(run).catch_up()
-    return progress(digest, run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time())
+    following = Following(run)
+    digest = following.catch_up()
+    found = progress(digest, run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time())
+    return replace(found, left_out=following.decoder.note or None)
 
 
 def progress(
@@ -179,7 +184,14 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
             text.append(f"  slow: {made.straggler}")
         if made.stop_requested_by:
             text.append(f"  asked to stop by {made.stop_requested_by}")
-    return text
+        if made.left_out:
+            text.append(f"  events.jsonl: {made.left_out}")
+    return [indent(each) for each in text]
+
+
+def indent(text: str) -> str:
+    """One line, as far to the right as the text is."""
+    return text[: len(text) - len(text.lstrip(" "))] + foreign_text.line(text.strip(" "))
 
 
 def duration(seconds: float) -> str:

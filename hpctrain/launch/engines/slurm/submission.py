@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -20,8 +21,14 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run.folder import RunDir, append_bytes, write_atomically
+from hpctrain.system import safe_read
+from hpctrain.system.json_shape import fits, is_count, is_time
 from hpctrain.system.output import say
 
+SCRIPT, LOGS = "job.sbatch", "logs"
+"""In the run folder: the script that a job is submitted with, and the folder of its log."""
+JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
+"""A job, or an element of an array."""
 ALIVE = (
     *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
     *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
@@ -42,7 +49,7 @@ class Plan:
     @property
     def script_file(self) -> Path:
         """The script's place in the run folder."""
-        return self.run.path / "job.sbatch"
+        return self.run.path / SCRIPT
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,10 @@ def portable(config: Config) -> str:
 def signal_s(config: Config, run: RunDir) -> int:
     """The stop signal's lead, from what earlier attempts of this run measured."""
     events = run.read_events() if run.events.exists() else []
-    steps = [sum(event["seconds"].values()) / event["steps"] for event in events if event["event"] == "train"]
-    saves = [event["stall_s"] + event["write_s"] for event in events if event["event"] == "checkpoint_saved"]
+    trained = [event for event in events if event["event"] == "train" and event.get("steps")]
+    steps = [sum(filter(None, event.get("seconds", {}).values())) / event["steps"] for event in trained]
+    saved = [event for event in events if event["event"] == "checkpoint_saved"]
+    saves = [event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in saved]
     return signal_seconds(config.launch, max(steps, default=None), max(saves, default=None))
 
 
@@ -200,23 +209,77 @@ def record(run: RunDir, submitted: Submitted) -> None:
 def submissions(run: RunDir) -> list[Submitted]:
     """All jobs of a run, oldest first."""
     try:
-        lines = (run.path / "jobs.jsonl").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+        lines = safe_read.read(run.path / "jobs.jsonl").splitlines()
+    except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
         return []
     return [found for found in map(_submitted, lines) if found]
 
 
-def _submitted(line: str) -> Submitted | None:
-    """None for a line that a full disk tore."""
+def _submitted(line: bytes) -> Submitted | None:
+    """None for a line that a full disk tore or somebody else wrote: what it names goes to Slurm's commands."""
     try:
-        return Submitted(**json.loads(line))
+        saved = safe_read.parse_json(line)
+        return Submitted(**saved) if _is_submitted(saved) else None
     except (ValueError, TypeError):
         return None
+
+
+def _is_job(value: object) -> bool:
+    return isinstance(value, str) and JOB.fullmatch(value) is not None
+
+
+_is_submitted = fits({"job": _is_job, "time": is_time, "cwd": str, "chain": is_count, "replaces": (_is_job, None)})
 
 
 def alive(run: RunDir) -> list[client.QueueEntry]:
     """Jobs of the run that wait or run."""
     return [entry for entry in client.queue([each.job for each in submissions(run)]) if entry.state in ALIVE]
+
+
+def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of these jobs those that are the run's, and a sentence about each of the others: no command may end these.
+
+    Anyone who can write to the run folder may have written jobs.jsonl: Slurm itself must know a job as one that was
+    submitted with this folder's script, or logs to it, or was given a run file that names it.
+    """
+    own, others = [], []
+    for job in ids:
+        origin = client.origin(job.partition("_")[0])
+        if origin is not None and is_of(run, origin):
+            own.append(job)
+        elif origin is not None:
+            whose = f"{origin.name!r} of {origin.folder}, and not known to be of {run.path}"
+            others.append(f"job {job} is left alone: it is {whose} (scancel {job} ends it all the same)")
+    return own, others
+
+
+def is_of(run: RunDir, origin: client.Origin) -> bool:
+    """Whether a job was submitted for a run folder. Follows no link that lies in the folder."""
+    folders = [run.path, *([run.path.parent] if run.path.name.isdigit() else [])]  # of an array's element, the array's
+    script, log = Path(origin.command), Path(origin.output)
+    if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
+        return True
+    if log.parent.name == LOGS and any(_same(log.parent.parent, folder) for folder in folders):
+        return True
+    words = origin.command.split(" ")  # paths may hold blanks
+    files = [Path(origin.folder, " ".join(words[begin:])) for begin in range(1, len(words))]
+    return any(_same(_run_folder(file, origin.folder), run.path) for file in files if file.is_file())
+
+
+def _run_folder(run_file: Path, cwd: str) -> Path | None:
+    """The folder that a run file names, for a process that was started in ``cwd``."""
+    try:
+        config = load(run_file)
+    except UserError:
+        return None
+    return Path(cwd, Path(config.run_dir or Path("runs") / config.name).expanduser())
+
+
+def _same(one: Path | None, other: Path) -> bool:
+    try:
+        return one is not None and (one == other or one.samefile(other))
+    except OSError:
+        return False
 
 
 def goes_on(run: RunDir) -> bool:

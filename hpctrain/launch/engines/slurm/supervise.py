@@ -22,7 +22,9 @@ from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.rank.staged import STAGED
 from hpctrain.run import live_lock, provenance
 from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir, is_signal, write_atomically
-from hpctrain.run.verdict import NODE, PREFLIGHT, Action, Verdict
+from hpctrain.run.live_lock import LiveLock
+from hpctrain.run.verdict import NODE, PREFLIGHT, REPLACED, Action, Verdict
+from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
@@ -57,11 +59,14 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         verbose=verbose,
         by_person=lambda number: by_person(number, job),
     )
+    if verdict.cause == REPLACED:  # the run's jobs, this one's next start among them, are the newer attempt's
+        report(verdict, run_dir)
+        return verdict.exit_code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that the time is nearly over is no reason not to requeue
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
     final = in_view_of(who, verdict, asked=run_dir.stop_requested_by())
     if final is not verdict:
-        amend(run_dir, final)
+        amend(run_dir, job, final)
     report(final, run_dir)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent)
@@ -132,7 +137,8 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     if config.task:
         quiet = ["--verbose"] if verbose else []
         wrap = config.launch.slurm.wrap
-        command = [*wrap, prepared.python, "-m", "hpctrain", "train", str(run_dir.run_yaml), *quiet]
+        rank = python.module("hpctrain", "train", str(run_dir.run_yaml), *quiet, interpreter=prepared.python)
+        command = [*wrap, *rank]
     else:
         command = [*plain_command(), *config.launch.slurm.wrap, *config.launch.command]
     given = config.train.threads or config.launch.slurm.cpus_per_rank
@@ -160,7 +166,7 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
         action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
         code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
         final = Verdict(action, code, f"{verdict.reason}; {error.what}", error.fix)
-        amend(run_dir, final)
+        amend(run_dir, job, final)
         say(str(error))
         requeue.end_chain(run_dir, job)
         return final.exit_code
@@ -183,9 +189,12 @@ def await_end(parent: int) -> None:
         time.sleep(LOOK_S)
 
 
-def amend(run_dir: RunDir, verdict: Verdict) -> None:
-    """Writes another verdict on the newest attempt; where the disk is full, the job's end still follows from it."""
-    number = run_dir.attempts()[-1]["attempt"]
+def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
+    """Writes another verdict on this job's attempt; where the disk is full, the job's end still follows from it."""
+    mine = (job.id, job.restarts)
+    ours = (e["attempt"] for e in reversed(run_dir.attempts()) if (e.get("job"), e.get("restarts")) == mine)
+    if (number := next(ours, None)) is None:
+        return
     try:
         run_dir.end_attempt(number, verdict=verdict.to_json())
         if words := run_dir.read_words(number):
@@ -203,6 +212,6 @@ def forget_dead_holder(run_dir: RunDir) -> None:
         return
     try:
         if not any(entry.state in ALIVE for entry in client.queue([holder.job])):
-            run_dir.lock_file.unlink(missing_ok=True)
+            LiveLock(run_dir, holder).release()
     except HpctrainError as error:
         say(str(error))

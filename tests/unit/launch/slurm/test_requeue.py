@@ -254,7 +254,7 @@ def run_after(tmp_path: Path) -> Callable[[Sequence[Verdict | None]], RunDir]:
         run.create()
         record(run, Submitted("7", 0.0, "/"))
         for verdict in verdicts:
-            number = run.begin_attempt(job="7")
+            number = run.begin_attempt(job="7", restarts=JOB.restarts)
             if verdict is not None:
                 run.end_attempt(number, verdict=verdict.to_json())
         return run
@@ -306,7 +306,7 @@ def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeyp
 def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Verdict | None]], RunDir]) -> None:
     run = run_after([AGAIN])
     merge(run, 1, [], AGAIN.to_json())
-    amend(run, STOP)
+    amend(run, JOB, STOP)
     assert run.attempts()[-1]["verdict"] == run.read_words(1)["verdict"] == STOP.to_json()
 
 

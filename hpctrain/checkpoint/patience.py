@@ -1,0 +1,68 @@
+"""Reading what a file system does not give at once: tried again, and by other ranks, before the run gives up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+
+T = TypeVar("T")
+
+PAUSES_S = (0.1, 0.5, 2.0, 5.0, 10.0, 15.0, 30.0)
+"""Waits before each further attempt: a file server that fails over is away for about a minute."""
+FINAL = (DamagedCheckpoint, UserError)
+"""Errors after which no other attempt is made; the first of them in this order is the one that counts."""
+
+
+def read_among(group: Group, count: int, read: Callable[[int], T], what: str) -> tuple[dict[int, T], list[int]]:
+    """Reads items 0 to ``count`` - 1, each by one rank, and by another one where that cannot. Collective.
+
+    Args:
+        group: ranks that share the work.
+        count: number of items, equal on all ranks.
+        read: gives an item by its index; raises DamagedCheckpoint, UserError or UnreadableCheckpoint.
+        what: what ranks wait for each other to do, for messages.
+
+    Returns:
+        What this rank has read, by index, and for each item the rank that has it.
+
+    Raises:
+        DamagedCheckpoint: an item is damaged (on all ranks alike).
+        UserError: an item is not for this user or program to read (likewise).
+        UnreadableCheckpoint: no attempt of any rank could read an item (likewise).
+    """
+    held: dict[int, T] = {}
+    holders = [index % group.size for index in range(count)]
+    pending = list(range(count))
+    reason = ""
+    for pause_s in (0.0, *PAUSES_S):
+        time.sleep(pause_s)
+        problems: list[tuple[int, str, str, str]] = []
+        for index in pending:
+            try:
+                if holders[index] == group.rank:
+                    held[index] = read(index)
+            except (*FINAL, UnreadableCheckpoint) as error:
+                problems.append((index, type(error).__name__, error.what, error.fix))
+        told = [problem for of_rank in group.allgather(problems, what) for problem in of_rank]
+        for kind in FINAL:
+            for _, name, problem, fix in told:
+                if name == kind.__name__:
+                    raise kind(problem, fix)
+        if not told:
+            return held, holders
+        reason, fix = told[0][2:]
+        pending = [index for index, *_ in told]
+        for index in pending:  # far enough away to be on another node, where there are several
+            holders[index] = (holders[index] + max(1, group.size // 2)) % group.size
+    who = " by this process" if group.size == 1 else " by different ranks"
+    raise UnreadableCheckpoint(f"{reason} (tried {len(PAUSES_S) + 1} times{who} in {sum(PAUSES_S):.0f} s)", fix)
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What one process reads, as ``read_among`` does. Raises as that does."""
+    return read_among(Group("alone"), 1, lambda _: read(), "read")[0][0]

@@ -1,0 +1,185 @@
+"""HDF5 arrays as the bytes of files: mapped, read by the library, or put together from others."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.formats.hdf5_selections import Box, slices
+from hpctrain.errors import UserError
+
+
+class Array(Protocol):
+    """Where the values of an HDF5 array come from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def layout(self) -> str:
+        """How it is stored, for people."""
+
+    @property
+    def chunk_samples(self) -> int:
+        """Samples that are best read at once."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """The values in a box of the array; raises OSError or UserError."""
+
+
+@dataclass(frozen=True)
+class MappedBytes:
+    """A part of a map of a file, which must not end before it: what lies behind a file's end kills the process."""
+
+    path: Path
+    mapping: mmap.mmap
+    begin: int
+    end: int
+
+    def check(self) -> None:
+        """Raises UserError where the file has become too short."""
+        if self.mapping.size() < self.end:
+            raise UserError(
+                f"{self.path} is truncated: it has {self.mapping.size()} bytes in place of at least {self.end}",
+                "copy or make it again, and leave data alone while it is read",
+            )
+
+
+class MappedArray:
+    """Bytes of a file that lie as NumPy would lay them."""
+
+    layout = "contiguous"
+    chunk_samples = 1
+
+    def __init__(self, where: MappedBytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.where = where
+        self.shape = shape
+        self.dtype = dtype
+        self.native = dtype.newbyteorder("=")
+        self.array = np.ndarray(shape, dtype, where.mapping, where.begin)
+
+    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """New array of the samples at these indices."""
+        self.where.check()
+        return self.array.take(indices, axis=0).astype(self.native, copy=False)
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """See Array."""
+        self.where.check()
+        return self.array[slices(box)]
+
+
+class LibraryArray:
+    """An array that only the HDF5 library can read: chunked, compressed, of numbers that NumPy does not know."""
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self.dataset = dataset
+        self.shape: tuple[int, ...] = dataset.shape or ()
+        self.dtype: np.dtype[Any] = dataset.dtype
+
+    @property
+    def layout(self) -> str:
+        """See Array."""
+        if not self.dataset.chunks:
+            return "not mappable"
+        chunks = f"chunks of {' x '.join(map(str, self.dataset.chunks))}"
+        return f"{chunks}, {self.dataset.compression}" if self.dataset.compression else chunks
+
+    @property
+    def chunk_samples(self) -> int:
+        """See Array."""
+        return int(self.dataset.chunks[0]) if self.dataset.chunks else 1
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """See Array."""
+        values: NDArray[Any] = self.dataset[slices(box)]
+        return values
+
+
+class SplitArray:
+    """An array whose bytes are one after the other in several external files."""
+
+    layout = "external"
+    chunk_samples = 1
+
+    def __init__(self, parts: Sequence[MappedBytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.parts = parts
+        self.shape = shape
+        self.dtype = dtype
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """See Array."""
+        rows, *others = box
+        sample_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        first, last = rows[0] * sample_bytes, (rows[-1] + 1) * sample_bytes
+        content = bytearray()
+        position = 0
+        for part in self.parts:
+            length = part.end - part.begin
+            begin, end = max(first - position, 0), min(last - position, length)
+            if begin < end:
+                part.check()
+                content += part.mapping[part.begin + begin : part.begin + end]
+            position += length
+        whole = np.frombuffer(content, self.dtype).reshape(rows[-1] - rows[0] + 1, *self.shape[1:])
+        return whole[slices((range(0, len(whole), rows.step), *others))]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a virtual array, and the box of another array that holds its values, in the same order."""
+
+    target: Box
+    source: Box
+    array: Array
+
+    def cut(self, begin: int, end: int) -> tuple[range, Box]:
+        """Which samples from ``begin`` to ``end - 1`` it gives, and from where."""
+        rows = self.target[0]
+        least, most = (min(max(-(-(bound - rows.start) // rows.step), 0), len(rows)) for bound in (begin, end))
+        axis = next((axis for axis, indices in enumerate(self.source) if len(indices) > 1), None)
+        if len(rows) == 1 or axis is None:
+            return rows[least:most], self.source
+        part = self.source[axis][least:most]
+        return rows[least:most], (*self.source[:axis], part, *self.source[axis + 1 :])
+
+
+class VirtualArray:
+    """An array that is put together from pieces of others; what no piece covers within a sample is the fill value."""
+
+    layout = "virtual"
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Any, pieces: Sequence[Piece]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.fill = fill
+        self.pieces = pieces
+        self.firsts = np.array([piece.target[0][0] for piece in pieces])
+        self.lasts = np.array([piece.target[0][-1] for piece in pieces])
+        chunks = (piece.array.chunk_samples for piece in pieces if len(piece.target[0]) > 1)
+        self.chunk_samples = max(chunks, default=1)
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """See Array."""
+        begin, end = box[0][0], box[0][-1] + 1
+        values = np.full((end - begin, *self.shape[1:]), self.fill, self.dtype)
+        covered = np.zeros(end - begin, dtype=bool)
+        for index in np.flatnonzero((self.firsts < end) & (self.lasts >= begin)).tolist():
+            piece = self.pieces[index]
+            rows, source = piece.cut(begin, end)
+            if rows:
+                target = (range(rows[0] - begin, rows[-1] - begin + 1, rows.step), *piece.target[1:])
+                values[slices(target)] = piece.array.read(source).reshape([len(indices) for indices in target])
+                covered[slices(target[:1])] = True
+        if not covered.all():
+            raise OSError(f"no source is named for sample {begin + int(covered.argmin())}")
+        return values[slices((range(0, end - begin, box[0].step), *box[1:]))]

@@ -1,0 +1,268 @@
+"""HDF5 files and what they name outside of themselves, with a look at each before the library gets to see it.
+
+The library follows links, virtual sources and external storage by itself, wherever they lead: to a pipe, where it waits
+for ever; to a missing source, for which it reads zeros; to any file of the user's, which then is data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import h5py
+
+from hpctrain.errors import UserError
+
+MOST_HOPS = 16
+"""Links from one to the next; the library's own limit."""
+MOST_NAMES = 100_000
+"""Arrays, groups and links of one file that are looked through for arrays."""
+
+
+class LinkedFiles:
+    """A data set's file and those that it leads to, each opened once. Leaving the context closes them.
+
+    Args:
+        path: the file that the user named.
+        outside: folders that it may lead to beside its own.
+    """
+
+    def __init__(self, path: Path, outside: Sequence[str | Path] = ()) -> None:
+        self.path = path
+        self.outside = tuple(outside)
+        self.opened: dict[Path, h5py.File] = {}
+        self.maps: dict[Path, mmap.mmap] = {}
+        self.kept = False
+
+    def __enter__(self) -> LinkedFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not self.kept or error:
+            for file in self.opened.values():
+                file.close()
+
+    def keep(self) -> None:
+        """Leaves the files open: the library goes on reading them."""
+        self.kept = True
+
+    def root(self) -> h5py.File:
+        """The file that the user named; raises UserError saying why it cannot be opened."""
+        look_at(self.path)
+        return self.open(self.path)
+
+    def open(self, path: Path) -> h5py.File:
+        """A file that ``locate`` found; raises UserError where it is not HDF5, or is damaged."""
+        real = path.resolve()
+        if real not in self.opened:
+            self.opened[real] = open_file(path)
+        return self.opened[real]
+
+    def find(self, group: h5py.Group, name: str) -> h5py.Dataset | h5py.Group | None:
+        """What a name means, through links of all kinds; None where it means nothing and no link is involved.
+
+        Raises:
+            UserError: a link leads nowhere, in a circle, or out of the folders that are allowed.
+        """
+        here, names, hops = group, parts(name), 0
+        while names:
+            part = names.pop(0)
+            link = link_at(here, part)
+            if link is None and not hops:
+                return None
+            if link is None:
+                raise UserError(
+                    f"{self.path}: the link {name!r} leads to {here.name.rstrip('/')}/{part} of {here.file.filename}, "
+                    "which does not exist",
+                    "make the link again, or name only the arrays to use",
+                )
+            if isinstance(link, h5py.HardLink):
+                here = here[part]
+                continue
+            hops += 1
+            if hops > MOST_HOPS:
+                raise UserError(
+                    f"{self.path}: the link {name!r} leads in a circle, or through more than {MOST_HOPS} links",
+                    "make the link again, or name only the arrays to use",
+                )
+            if isinstance(link, h5py.ExternalLink):
+                here = self.open(self.locate(here.file, link.filename, f"the link {name!r}"))["/"]
+            elif link.path.startswith("/"):
+                here = here.file["/"]
+            names = parts(link.path) + names
+        return here
+
+    def locate(self, owner: h5py.File, name: str, what: str) -> Path:
+        """The plain file that one of the files names, looked for beside it, then from the current folder.
+
+        Raises:
+            UserError: there is none, it is a pipe or a device, or it lies in a folder that is not allowed; ``what``
+                leads to it.
+        """
+        home = Path(owner.filename).absolute().parent
+        folders = (home, Path(owner.filename).resolve().parent, Path.cwd())
+        candidates = [Path(name), home / Path(name).name] if Path(name).is_absolute() else [at / name for at in folders]
+        found = next((path for path in candidates if path.exists()), None)
+        if found is None:
+            raise UserError(
+                f"{self.path}: {what} leads to {candidates[0]}, which does not exist", "put the file there, or copy it"
+            )
+        self._check_folder(found.resolve(), what)
+        look_at(found, f"{self.path}: {what} leads to ")
+        return found
+
+    def _check_folder(self, real: Path, what: str) -> None:
+        own = (self.path.absolute().parent.resolve(), self.path.resolve().parent)
+        allowed = (*own, *(Path(folder).expanduser().resolve() for folder in self.outside))
+        if not any(real.is_relative_to(folder) for folder in allowed):
+            line = json.dumps([*map(str, self.outside), str(real.parent)], ensure_ascii=False)
+            raise UserError(
+                f"{self.path}: {what} leads to {real}, outside of the data set's own folder",
+                f"if it is to be read, add this line below data: in the run file: `allow_outside: {line}`; "
+                f"hpctrain data takes --allow-outside {shlex.quote(str(real.parent))}",
+            )
+
+    def map(self, path: Path) -> mmap.mmap:
+        """A file that ``locate`` found, or that is open, as a whole, read-only."""
+        real = path.resolve()
+        if real not in self.maps:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self.maps[real] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+        return self.maps[real]
+
+
+def parts(name: str) -> list[str]:
+    """The steps of a path in an HDF5 file."""
+    return [part for part in name.split("/") if part not in ("", ".")]
+
+
+def link_at(group: object, name: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
+    """What stands in a group under a name, which is not followed (``group.get(name, getlink=True)`` would)."""
+    encoded = name.encode(errors="surrogateescape")
+    if not isinstance(group, h5py.Group) or not group.id.links.exists(encoded):
+        return None
+    kind = group.id.links.get_info(encoded).type
+    if kind == h5py.h5l.TYPE_HARD:
+        return h5py.HardLink()
+    value = group.id.links.get_val(encoded)
+    if kind == h5py.h5l.TYPE_SOFT:
+        return h5py.SoftLink(value.decode(errors="surrogateescape"))
+    if kind == h5py.h5l.TYPE_EXTERNAL:
+        return h5py.ExternalLink(os.fsdecode(value[0]), value[1].decode(errors="surrogateescape"))
+    raise ValueError(f"{name!r} is a link of an unknown kind")
+
+
+def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
+    """The file's own dataset of this name, or None: no link is followed out of the file, or within it."""
+    here = file
+    for part in parts(name):
+        if not isinstance(link_at(here, part), h5py.HardLink):
+            return None
+        here = here[part]
+    return here if isinstance(here, h5py.Dataset) else None
+
+
+def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
+    """Names of all arrays and links, in the order of creation where the file keeps it, and whether each is a link."""
+    seen = {hash(file["/"].id)}
+    count = 0
+    open_groups = [("", file, iter(file))]
+    while open_groups:
+        prefix, group, names = open_groups[-1]
+        name = next(names, None)
+        if name is None:
+            open_groups.pop()
+            continue
+        count += 1
+        if count > MOST_NAMES:
+            raise UserError(f"{file.filename} holds more than {MOST_NAMES} names", "name the arrays to use")
+        is_link = not isinstance(link_at(group, name), h5py.HardLink)
+        item = None if is_link else group[name]
+        if is_link or isinstance(item, h5py.Dataset):
+            yield prefix + name, is_link
+        elif isinstance(item, h5py.Group):
+            if hash(item.id) in seen:
+                raise UserError(
+                    f"{file.filename}: the group {prefix + name!r} stands in itself, or twice in the file",
+                    "name the arrays to use",
+                )
+            seen.add(hash(item.id))
+            open_groups.append((f"{prefix}{name}/", item, iter(item)))
+
+
+def look_at(path: Path, leading: str = "") -> None:
+    """Raises UserError where this is not a plain file that can be read. Never waits for a pipe's other end.
+
+    Args:
+        path: follows symbolic links.
+        leading: how the message begins.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            return
+    except FileNotFoundError as error:
+        raise UserError(f"{leading}{path} does not exist", "correct its path, as the compute nodes see it") from error
+    except OSError as error:
+        raise UserError(f"{leading}{path} cannot be opened: {error}", remedy(error)) from error
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{leading}{path} is a folder", f"name its files with a pattern: {path}/*.h5")
+    raise UserError(
+        f"{leading}{path} is not a plain file but a pipe, socket or device", "copy what it gives into a file"
+    )
+
+
+def open_file(path: Path) -> h5py.File:
+    """Opens what ``look_at`` found to be a plain file; raises UserError saying why it cannot."""
+    try:
+        if h5py.is_hdf5(path):
+            return open_unlocked(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened: {error}", remedy(error)) from error
+    raise UserError(
+        f"{path} is not an HDF5 file", "hpctrain data pack makes one of .npz, .npy, CSV, Parquet and images"
+    )
+
+
+def open_unlocked(path: Path) -> h5py.File:
+    """Opens for reading also where the file system does not know locks; never while another process writes."""
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if "unable to lock file" not in str(error) or error.errno == errno.EAGAIN:
+            raise
+        return h5py.File(path, "r", locking=False)
+
+
+def remedy(error: OSError) -> str:
+    """What to do about a file that cannot be opened."""
+    if error.errno == errno.EMFILE:
+        return "raise the number of files that a process may open (ulimit -n 65536), or pack the data into fewer"
+    if error.errno == errno.EACCES:
+        return "ask its owner for permission to read it"
+    if error.errno == errno.EAGAIN:
+        return "another process is writing it: wait until that has ended"
+    return "it is truncated or damaged: copy it, or make it, again"
+
+
+@contextlib.contextmanager
+def asking(path: Path) -> Iterator[None]:
+    """Turns what the library raises on a file that it cannot make sense of into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}", remedy(error)) from error
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}", "it is damaged: copy it, or make it, again") from error

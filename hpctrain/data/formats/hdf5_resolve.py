@@ -1,0 +1,226 @@
+"""From a dataset in an HDF5 file to the bytes of the files that own its values.
+
+Nothing is read as zeros because it is missing: all sources of a virtual dataset are opened here, and external storage
+must be as long as the file says.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpctrain.data.formats.hdf5_arrays import (
+    Array,
+    LibraryArray,
+    MappedArray,
+    MappedBytes,
+    Piece,
+    SplitArray,
+    VirtualArray,
+)
+from hpctrain.data.formats.hdf5_files import LinkedFiles
+from hpctrain.data.formats.hdf5_selections import Box, aligned, beyond, boxes_of
+from hpctrain.errors import UserError
+
+MOST_UNWRITTEN = 2**28
+"""Values that an array may claim without their having been written."""
+COMPARED = 1024
+"""Values at each of three places that are compared between the map and the library."""
+
+Known = dict[int, Array | None]
+"""Arrays by the identity of their datasets; None while their sources are being resolved."""
+
+
+def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
+    """The array behind a dataset.
+
+    Args:
+        files: opens what it leads to.
+        dataset: of one of these files.
+        what: its name, for errors.
+        known: what was resolved before; is added to.
+
+    Raises:
+        UserError: bytes are missing, were never written, or lie where this data set may not read.
+    """
+    key = hash(dataset.id)
+    if key not in known:
+        known[key] = None
+        known[key] = resolve_new(files, dataset, what, known)
+    array = known[key]
+    if array is None:
+        raise UserError(f"{files.path}: {what} is a source of itself", "make the virtual dataset again")
+    return array
+
+
+def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
+    """By the way in which it is stored."""
+    # Not even the shape may be asked for before this: for that of some virtual datasets the library opens the sources.
+    properties = dataset.id.get_create_plist()
+    if properties.get_layout() == h5py.h5d.VIRTUAL:
+        return resolve_virtual(files, dataset, what, known)
+    if properties.get_external_count():
+        return resolve_external(files, dataset, what)
+    check_written(files.path, dataset, what)
+    mapped = map_dataset(files, dataset)
+    if mapped is not None and agrees(mapped, dataset):
+        return mapped
+    check_filters(files.path, dataset, what)
+    files.keep()
+    return LibraryArray(dataset)
+
+
+def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> MappedArray | None:
+    """The array by a map of the file that owns it, or None where its bytes do not lie there as NumPy would lay them."""
+    if not dataset.shape or dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
+        return None
+    num_bytes = dataset.size * dataset.dtype.itemsize
+    written = num_bytes and dataset.id.get_storage_size() == num_bytes
+    owner = dataset.file
+    if not written or not lies_as_numpy(dataset) or owner.driver != "sec2":
+        return None
+    path = Path(owner.filename)
+    if not os.path.samestat(os.fstat(owner.id.get_vfd_handle()), os.stat(path)):
+        raise UserError(f"{path} was replaced while it was opened", "leave data alone while it is read")
+    begin = int(dataset.id.get_offset())
+    where = MappedBytes(path, files.map(path), begin, begin + num_bytes)
+    where.check()
+    return MappedArray(where, dataset.shape, dataset.dtype)
+
+
+def lies_as_numpy(dataset: h5py.Dataset) -> bool:
+    """Whether the dtype says all about how a value is stored."""
+    if dataset.dtype.kind not in "biufc":
+        return False
+    return bool(dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True))
+
+
+def agrees(mapped: MappedArray, dataset: h5py.Dataset) -> bool:
+    """Whether the library reads the same first, middle and last sample, or the same part of them."""
+    length, *sample = mapped.shape
+    for row in {0, length // 2, length - 1}:
+        inner = [slice(size // 2, size // 2 + 1) for size in sample[:-1]] + [slice(0, COMPARED) for _ in sample[-1:]]
+        place = (slice(row, row + 1), *inner)
+        if mapped.array[place].tobytes() != dataset[place].tobytes():
+            return False
+    return True
+
+
+def check_written(path: Path, dataset: h5py.Dataset, what: str) -> None:
+    """Raises UserError where an array claims far more values than its file holds: they would be read as zeros."""
+    if dataset.size is None or dataset.size <= MOST_UNWRITTEN:
+        return
+    if dataset.chunks:
+        written = dataset.id.get_num_chunks() * math.prod(dataset.chunks)
+    else:
+        written = dataset.size if dataset.id.get_storage_size() else 0
+    if dataset.size - written > MOST_UNWRITTEN:
+        raise UserError(
+            f"{path}: {what} claims {dataset.shape[0]} samples, but of its {dataset.size} values "
+            f"at most {written} were ever written",
+            "write the file to its end, or name only the arrays to use",
+        )
+
+
+def check_filters(path: Path, dataset: h5py.Dataset, what: str) -> None:
+    """Raises UserError where the array is compressed in a way that this HDF5 library does not know."""
+    plist = dataset.id.get_create_plist()
+    for index in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(index)
+        if not h5py.h5z.filter_avail(code):
+            raise UserError(
+                f"{path}: {what} is compressed with {name.decode() or code}, which this HDF5 library lacks",
+                "pip install hdf5plugin and import it in the task, or store the data uncompressed",
+            )
+
+
+def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Array:
+    """An array whose bytes are in other files, which are not HDF5."""
+    missing = dataset.size * dataset.dtype.itemsize
+    if not lies_as_numpy(dataset):
+        raise UserError(
+            f"{files.path}: {what} lies in external files in a type that NumPy does not know",
+            "copy it into the file: h5repack -l CONTI",
+        )
+    parts = []
+    for name, offset, size in dataset.external:
+        if missing:
+            path = files.locate(dataset.file, name, f"the external storage of {what}")
+            end = offset + min(size, missing)
+            if path.stat().st_size < end:
+                raise UserError(
+                    f"{files.path}: {what} lies in {path}, which has {path.stat().st_size} bytes in place of {end}",
+                    "copy or make that file again",
+                )
+            parts.append(MappedBytes(path, files.map(path), offset, end))
+            missing -= end - offset
+    if len(parts) == 1:
+        return MappedArray(parts[0], dataset.shape, dataset.dtype)
+    return SplitArray(parts, dataset.shape, dataset.dtype)
+
+
+def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
+    """An array that is put together from others, each of which is resolved."""
+    properties = dataset.id.get_create_plist()
+    count = properties.get_virtual_count()
+    names = [(properties.get_virtual_filename(at), properties.get_virtual_dsetname(at)) for at in range(count)]
+    sources = {named: resolve_source(files, dataset, what, named, known) for named in dict.fromkeys(names)}
+    shape = dataset.shape  # for which the library may look into the sources
+    pieces: list[Piece] = []
+    for index, named in enumerate(names):
+        target = boxes_of(properties.get_virtual_vspace(index), shape)
+        source = boxes_of(properties.get_virtual_srcspace(index), sources[named].shape)
+        label = f"{files.path}: {what} takes from {named[1]!r} of {named[0]}"
+        if not target or not source:
+            raise UserError(
+                f"{label} a selection that is not of whole rows", "copy the array into a file of its own with h5py"
+            )
+        pairs = aligned(target, source)
+        pieces += [fit(label, into, shape, out_of, sources[named], dataset.dtype) for into, out_of in pairs]
+    pieces = [piece for piece in pieces if math.prod(map(len, piece.target))]
+    check_cover(f"{files.path}: {what}", shape, pieces)
+    return VirtualArray(shape, dataset.dtype, dataset.fillvalue, pieces)
+
+
+def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: tuple[str, str], known: Known) -> Array:
+    """A source of a virtual dataset, by the names of its file and its dataset."""
+    file_name, name = (text.replace("%%", "\0") for text in named)
+    if "%b" in file_name + name:
+        raise UserError(
+            f"{files.path}: {what} takes a series of sources without an end, {' '.join(named)!r}",
+            "make a virtual dataset that names each of its sources",
+        )
+    file_name, name = file_name.replace("\0", "%"), name.replace("\0", "%")
+    label = f"{name!r} of {file_name} (a source of {what})"
+    owner = dataset.file
+    if file_name != ".":
+        owner = files.open(files.locate(owner, file_name, f"a source of {what}"))
+    found = files.find(owner["/"], name)
+    if not isinstance(found, h5py.Dataset):
+        raise UserError(f"{files.path}: {label} does not exist", "copy or make that file again")
+    return resolve(files, found, label, known)
+
+
+def fit(label: str, target: Box, shape: tuple[int, ...], source: Box, array: Array, dtype: np.dtype[Any]) -> Piece:
+    """A piece of a virtual array; raises UserError where its source does not have the values."""
+    if beyond(target, shape) or beyond(source, array.shape):
+        raise UserError(f"{label} more than it has: its shape is {list(array.shape)}", "make that file again")
+    if [len(one) for one in target if len(one) != 1] != [len(one) for one in source if len(one) != 1]:
+        raise UserError(f"{label} values in another shape than its own", "make the virtual dataset again")
+    if not np.can_cast(array.dtype, dtype, "safe") and {array.dtype.kind, dtype.kind} != {"f"}:
+        raise UserError(f"{label} values of {array.dtype} as {dtype}", "give both the same dtype")
+    return Piece(target, source, array)
+
+
+def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    """Raises UserError where pieces lie over each other or, as far as counting tells, samples have no piece."""
+    if sum(math.prod(map(len, piece.target)) for piece in pieces) > math.prod(shape):
+        raise UserError(f"{label} has several sources for some samples", "make the virtual dataset again")
+    if sum(len(piece.target[0]) for piece in pieces) < shape[0]:
+        raise UserError(f"{label} has no source for some of its {shape[0]} samples", "make the virtual dataset again")

@@ -1,0 +1,121 @@
+"""State that a Keras task keeps outside of its model: in its optimizer, and what that wraps, and in its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow.state import VariableTensor, optimizer_tensors
+from hpctrain.train.reach import Place, Reach
+from hpctrain.train.state import Placement
+
+VARIABLES = (keras.Variable, tf.Variable)
+HOLDERS = (keras.Layer, keras.Metric)
+"""What has a list of its variables."""
+
+
+def is_end(value: Any) -> bool:
+    """What is not gone into."""
+    return isinstance(value, (*VARIABLES, *HOLDERS, keras.random.SeedGenerator, tf.Tensor, np.ndarray))
+
+
+def optimizers_in(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.optimizers.Optimizer]:
+    """Those that an optimizer holds, by path, inner ones first, and itself."""
+    places = Reach(is_end).places(optimizer)
+    return {
+        place.path: place.value
+        for place in reversed(list(places))
+        if isinstance(place.value, keras.optimizers.Optimizer)
+    }
+
+
+class Holdings:
+    """Variables of a task's optimizer, of those that it wraps, and of the loss and ``forward``.
+
+    Args:
+        optimizer: the task's, built; equal on all ranks.
+        others: what sees each rank's own samples, by name: the loss, ``forward``.
+        model: its own variables are not looked at.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, others: Mapping[str, Any], model: keras.Model) -> None:
+        self.optimizer = optimizer
+        self.others = others
+        self.model = model
+        self.made_with = {tensor.name for tensor in self.found()}
+
+    def tensors(self) -> list[VariableTensor]:
+        """``optimizer/...`` and ``held/<loss, forward or optimizer>/<path>``.
+
+        Raises:
+            UserError: there are variables that were not there from the start, and would not be at a resume.
+        """
+        found = self.found()
+        late = [tensor.name for tensor in found if tensor.name not in self.made_with]
+        if late:
+            raise UserError(
+                f"the variable {late[0]} was made by the first update, so that a resumed run could not load it",
+                "make it with the task: in a constructor, or in the optimizer's build, which builds what it wraps",
+            )
+        return found
+
+    def found(self) -> list[VariableTensor]:
+        """Each variable once."""
+        seen = {id(native(variable)) for variable in self.model.variables}
+        everything = [
+            *(each for path, one in optimizers_in(self.optimizer).items() for each in self.of_optimizer(path, one)),
+            *held_variables("optimizer", self.optimizer, Placement.REPLICATED),
+            *(each for name, value in self.others.items() for each in held_variables(name, value, Placement.RANK)),
+        ]
+        found = []
+        for tensor in everything:
+            if id(tensor.variable) not in seen:
+                seen.add(id(tensor.variable))
+                found.append(tensor)
+        return found
+
+    def of_optimizer(self, path: str, optimizer: keras.optimizers.Optimizer) -> list[VariableTensor]:
+        """Of one, with its path before the names of slots."""
+        return optimizer_tensors(optimizer, self.model, f"{path}." if path else "")
+
+    def refuse_strangers(self, arrays: Iterable[str]) -> None:
+        """Raises UserError where something was saved for which there is no variable."""
+        left = {name for name in arrays if name.startswith("held/")} - self.made_with
+        if left:
+            fix = "load it into the task that it was saved from"
+            raise UserError(f"{min(left)} was saved, and the task has no place for it", fix)
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def held_variables(root: str, value: Any, placement: Placement) -> Iterator[VariableTensor]:
+    """Variables in attributes, closures and globals; weights of layers are equal on all ranks."""
+    for place in Reach(is_end).places(value):
+        for name, variable, is_weight in variables_at(place):
+            shared = Placement.REPLICATED if is_weight else placement
+            dtype = native(variable).dtype
+            if dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex:
+                yield VariableTensor(f"held/{root}/{name or 'itself'}", native(variable), shared)
+
+
+def variables_at(place: Place) -> list[tuple[str, Any, bool]]:
+    """(name, variable, whether it is a layer's weight) of what lies in a place."""
+    value = place.value
+    if isinstance(value, VARIABLES):
+        return [(place.path, value, False)]
+    if isinstance(value, keras.random.SeedGenerator):
+        return [(f"{place.path}.state", value.state, False)]
+    if not isinstance(value, HOLDERS):
+        return []
+    layers = value._flatten_layers() if isinstance(value, keras.Layer) else ()
+    weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
+    path = f"{place.path}." if place.path else ""
+    return [(f"{path}{index}.{one.name}", one, id(one) in weights) for index, one in enumerate(value.variables)]

@@ -1,0 +1,212 @@
+"""The optimizer of a torch task, and those that it holds: their state as named tensors, and their learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.errors import UserError
+from hpctrain.frameworks.torch.state import NUMBER, TorchTensor, tensor_of
+from hpctrain.train.state import ArrayTensor, StateTensor
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the optimizers that a task's optimizer is made of."""
+
+    path: str
+    """Where the task's optimizer holds it; empty for that itself."""
+    optimizer: Optimizer
+    speaks: bool = False
+    """Whether it, or what holds it, has a ``state_dict`` of its own, and so is saved by that."""
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of its slots."""
+        return f"{self.path}." if self.path else ""
+
+
+class OptimizerState:
+    """State of all parts, the inner ones first, so that what an outer one only passes on has the inner one's name.
+
+    Args:
+        every: all parts, inner ones first.
+        names: of the model's parameters, by id.
+    """
+
+    def __init__(self, every: Sequence[Part], names: Mapping[int, str]) -> None:
+        self.every = every
+        self.parts = [part for part in every if not part.speaks]
+        self.names = names
+        self.initial_rates = {place: float(group["lr"]) for place, group in self.rated_groups()}
+        self.made_with = dict(self.group_numbers())
+
+    def rated_groups(self) -> Iterator[tuple[tuple[str, int], Group]]:
+        """Groups that have a learning rate, by part and number; those that parts share come once for each."""
+        for part in self.every:
+            groups = enumerate(part.optimizer.param_groups)
+            yield from (((part.path, index), group) for index, group in groups if "lr" in group)
+
+    def set_rates(self, factor: float) -> None:
+        """Multiplies the learning rates as they were when the task was made."""
+        for place, group in self.rated_groups():
+            rate = self.initial_rates[place] * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def group_numbers(self) -> Iterator[tuple[str, float]]:
+        """Numbers of the groups, but for the rates, by name: some optimizers count or adapt there."""
+        for name, index, group in groups_of(self.parts):
+            for key, value in group.items():
+                if key != "lr" and isinstance(value, (bool, int, float)):
+                    yield f"optimizer/{name}{NUMBER}/{index}/{key}", value
+
+    def held(self) -> Iterator[tuple[Part, Group, Tensor, dict[str, Any]]]:
+        """(part, group, parameter, slots) of each parameter that has state, once."""
+        seen: set[int] = set()
+        states = [part.optimizer.state for part in self.parts]  # an outer part may make its own up at each look
+        for part, state in zip(self.parts, states, strict=True):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    slots = state.get(parameter)
+                    if slots and id(slots) not in seen:
+                        seen.add(id(slots))
+                        yield part, group, parameter, slots
+
+    def tensors(self) -> list[StateTensor]:
+        """``optimizer/<slot>/<parameter>``; empty before the first update.
+
+        Raises:
+            UserError: an optimizer holds what is neither tensor nor number, or state of what is no parameter.
+        """
+        tensors: list[StateTensor] = []
+        for part in self.parts:
+            refuse_strangers(part.optimizer)
+        for part, _, parameter, slots in self.held():
+            own = self.names[id(parameter)]
+            for slot, value in slots.items():
+                name = f"optimizer/{part.prefix}{slot}"
+                if isinstance(value, Tensor):
+                    tensors.append(TorchTensor(f"{name}/{own}", value))
+                elif isinstance(value, (bool, int, float)):
+                    tensors.append(ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64)))
+                elif value is not None:
+                    raise UserError(
+                        f"{type(part.optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
+                        "use an optimizer whose state is tensors and numbers: others cannot be saved",
+                    )
+        changed = [(name, value) for name, value in self.group_numbers() if value != self.made_with.get(name)]
+        tensors += [ArrayTensor(name, np.array(value)) for name, value in changed]
+        for name, index, group in groups_of(self.parts):
+            for key, value in group.items():
+                if key != "lr" and isinstance(value, Tensor):
+                    tensors.append(TorchTensor(f"optimizer/{name}/{index}/{key}", value))
+        return tensors
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Gives each parameter the state of its name, on its own device; groups keep what they have for rates.
+
+        State is put into the mappings that are there, since parts may share them.
+        """
+        found: dict[str, dict[str, NDArray[Any]]] = {}
+        for key, value in arrays.items():
+            kind, _, rest = key.partition("/")
+            slot, _, parameter_name = rest.partition("/")
+            if kind == "optimizer":
+                found.setdefault(parameter_name, {})[slot] = value
+        states: list[Any] = []
+        for part in self.parts:
+            state = part.optimizer.state
+            if not any(state is other for other in states):
+                states.append(state)
+                for group in part.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        slots = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
+                        put_slots(state, group, parameter, slots)
+        for name, index, group in groups_of(self.parts):
+            for full, array in arrays.items():
+                kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
+                if kind == f"{NUMBER}/{index}":
+                    group[key] = type(group[key])(array) if key in group else array.item()
+                elif kind == f"/{index}":
+                    device = group[key].device if key in group else group["params"][0].device
+                    group[key] = tensor_of(array).to(device)
+
+    def to_device(self) -> None:
+        """Moves state that is there from the start (Adagrad's) to where its parameters are."""
+        for part in self.every:
+            if part.speaks and part.optimizer.state:
+                part.optimizer.load_state_dict(part.optimizer.state_dict())
+        for _, group, parameter, slots in self.held():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    slots[slot] = value.to(device_of(slot, group, parameter))
+
+
+def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
+    """Each parameter group once, with a name of its part's groups, and its number there."""
+    seen: set[int] = set()
+    for part in parts:
+        for index, group in enumerate(part.optimizer.param_groups):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield f"{part.prefix}group", str(index), group
+
+
+def refuse_strangers(optimizer: Optimizer) -> None:
+    """Raises UserError where an optimizer keeps state that belongs to none of its parameters."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key, value in optimizer.state.items():
+        if value and id(key) not in own:
+            raise UserError(
+                f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is none of its parameters",
+                "keep it in the parameters' state or groups, or give the optimizer a state_dict and load_state_dict",
+            )
+
+
+def of_part(slots: Mapping[str, NDArray[Any]], part: Part, parts: Sequence[Part]) -> dict[str, NDArray[Any]]:
+    """Those slots of a parameter that are one part's, by their own names."""
+    others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
+    mine = {name: array for name, array in slots.items() if name.startswith(part.prefix)}
+    return {
+        name.removeprefix(part.prefix): array
+        for name, array in mine.items()
+        if not any(name.startswith(prefix) for prefix in others)
+    }
+
+
+def put_slots(state: Any, group: Group, parameter: Tensor, slots: Mapping[str, NDArray[Any]]) -> None:
+    """Replaces the state of a parameter."""
+    state.pop(parameter, None)
+    if slots:
+        state[parameter] = {
+            slot.removesuffix(NUMBER): slot_value(slot, value, group, parameter) for slot, value in slots.items()
+        }
+
+
+def slot_value(slot: str, value: NDArray[Any], group: Group, parameter: Tensor) -> Tensor | float:
+    """A slot as the optimizer keeps it."""
+    if slot.endswith(NUMBER):
+        number = float(value)
+        return int(number) if number.is_integer() else number
+    copy = tensor_of(value)
+    if copy.shape == parameter.shape:  # same memory format as the parameter, so that fused updates stay fast
+        copy = torch.empty_like(parameter, dtype=copy.dtype, device="cpu").copy_(copy)
+    return copy.to(device_of(slot, group, parameter))
+
+
+def device_of(slot: str, group: Group, parameter: Tensor) -> torch.device:
+    """Where a slot lies: beside its parameter, but for counts that are read on the host, as torch has it."""
+    on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.device("cpu") if on_host else parameter.device

@@ -1,0 +1,81 @@
+"""YAML whose aliases may not multiply what the text holds, and that makes plain values only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 256 << 10
+"""Of a text; PyYAML takes 4 s for so much."""
+MOST_EXPANDED = 4 << 20
+"""Characters that a text may stand for once every alias is written out, with VALUE for each value."""
+VALUE = 8
+DEEPEST = 64
+"""Lists and mappings within each other, aliases followed."""
+MOST_DIGITS = 100
+"""Of a whole number."""
+NOT_PLAIN = ("binary", "timestamp", "omap", "pairs", "set")
+"""Tags of YAML for values that JSON does not have."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """SafeLoader that refuses, with a MarkedYAMLError, what would grow beyond bounds when it is walked or written."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._measured: dict[int, tuple[int, int]] = {}
+        """By node, which all live as long as this: characters that it stands for, and levels."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """See Composer."""
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"it nests deeper than {DEEPEST} levels", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if is_alias and id(node) not in self._measured:
+            raise yaml.composer.ComposerError(None, None, "an alias stands for what it is part of", mark)
+        expanded, levels = self._measured[id(node)] if is_alias else self._measure(node)
+        self._measured[id(node)] = expanded, levels
+        if expanded > MOST_EXPANDED or levels > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, "its aliases multiply to too much", mark)
+        return node
+
+    def _measure(self, node: yaml.Node) -> tuple[int, int]:
+        if isinstance(node, yaml.ScalarNode):
+            return VALUE + len(node.value), 1
+        inner = list(node.value)
+        if isinstance(node, yaml.MappingNode):
+            inner = [each for pair in node.value for each in pair]
+        measured = [self._measured[id(each)] for each in inner]
+        return VALUE + sum(size for size, _ in measured), 1 + max((levels for _, levels in measured), default=0)
+
+    def construct_whole(self, node: yaml.Node) -> int:
+        """A whole number, but for those that Python refuses to write out again."""
+        if len(node.value) > MOST_DIGITS:
+            what = f"the number has more than {MOST_DIGITS} digits"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        assert isinstance(node, yaml.ScalarNode)
+        return int(self.construct_yaml_int(node))
+
+
+def _refuse(loader: BoundedLoader, node: yaml.Node) -> Any:
+    raise yaml.constructor.ConstructorError(None, None, f"values of {node.tag} have no use here", node.start_mark)
+
+
+BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_whole)
+for _tag in NOT_PLAIN:
+    BoundedLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _refuse)
+
+
+def parse(text: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
+    """The plain values of a YAML text. Raises yaml.YAMLError, on a tag that does not fit its value, too."""
+    try:
+        return yaml.load(text, Loader=loader)  # noqa: S506 (derived from SafeLoader)
+    except (ValueError, TypeError, KeyError) as error:
+        raise yaml.constructor.ConstructorError(None, None, f"a tag does not fit its value ({error})", None) from error

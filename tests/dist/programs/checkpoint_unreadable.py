@@ -1,0 +1,27 @@
+"""Ranks that load where some get I/O errors: checkpoint_unreadable.py <folder> <rank, or all> <part of the paths>"""
+
+from __future__ import annotations
+
+import errno
+import math
+import sys
+
+import pytest
+
+from hpctrain.checkpoint import patience
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.world import connect
+from hpctrain.errors import HpctrainError
+from tests.support.faults import FileServer
+
+if __name__ == "__main__":
+    folder, rank, where = sys.argv[1:]
+    world = connect()
+    patience.PAUSES_S = (0.01, 0.01)
+    if rank in ("all", str(world.rank)):
+        FileServer(errno.EIO, where, "open", times=math.inf).install(pytest.MonkeyPatch())
+    try:
+        loaded = CheckpointStore(folder, group=world.everyone).load()
+        print(f"rank {world.rank} loaded {loaded.step} {len(loaded.rejected)}", flush=True)
+    except HpctrainError as error:
+        print(f"rank {world.rank} ends with {error.exit_code:d}: {error.what}", flush=True)

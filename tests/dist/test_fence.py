@@ -1,0 +1,106 @@
+"""A run that was given up for dead and wakes finds that another goes on: it ends by itself and changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpctrain.run.live_lock import LiveLock, myself, read
+from hpctrain.run.folder import RunDir
+from tests.support.command import endings, hpctrain, leftovers, misbehaving_run, processes_of, started, wait_for
+
+SLOWLY = {"STEP_S": "0.1"}
+LONG = {"train": {"steps": 5000}, "checkpoint": {"every_steps": 2, "keep_last": 1000}}
+
+
+def take_over(run: RunDir) -> LiveLock:
+    """What a supervisor on another machine does first, that has not heard of the holder for long."""
+    for path in (run.lock_file, *run.path.glob("locks/run/*.json")):
+        os.utime(path, (1.0, 1.0))
+    lock = LiveLock(run, dataclasses.replace(myself(), machine="another machine"))
+    lock.acquire()
+    assert run.begin_attempt() == 2
+    return lock
+
+
+def stop(family: list[psutil.Process]) -> None:
+    for process in family:
+        process.suspend()
+    for process in family:
+        wait_for("stop", lambda process=process: process.status() == psutil.STATUS_STOPPED)
+
+
+def ends_replaced(child: subprocess.Popen[str], run: RunDir, lock: LiveLock, steps: list[str]) -> str:
+    """Waits for the end of the replaced attempt, and looks at what is left; what it said."""
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 76, said
+    assert "has been replaced by" in said or "has been taken over by" in said
+    lock.check()
+    assert read(run.lock_file) == lock.holder
+    assert run.info()["fence"] == 2 and run.attempts()[0]["verdict"]["cause"] == "replaced"
+    assert "verdict" not in run.attempts()[1]
+    assert committed(run) == steps
+    assert not leftovers(run.path.parent)
+    return said
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process does anything; one that nobody collects does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def committed(run: RunDir) -> list[str]:
+    return sorted(path.parent.name for path in run.checkpoints.glob("step-*/manifest.json"))
+
+
+def test_a_single_process(tmp_path: Path) -> None:
+    path, run = misbehaving_run(tmp_path, reduce={"kind": "none"}, **LONG), RunDir(tmp_path / "run")
+    with started("train", path, env=SLOWLY) as child:
+        wait_for("checkpoint", lambda: committed(run))
+        stop([psutil.Process(child.pid)])
+        lock, steps = take_over(run), committed(run)
+        child.send_signal(signal.SIGCONT)
+        said = ends_replaced(child, run, lock, steps)
+    assert said.count("hpctrain: ") == 1, "one sentence"
+    assert endings(run.path) == ["failed"]
+    lock.release()
+    hpctrain("train", path, "--train.steps", int(steps[-1].removeprefix("step-")) + 2)
+    assert run.info()["fence"] == 3
+
+
+@pytest.mark.world_size(2)
+def test_all_processes_of_a_supervised_run(tmp_path: Path) -> None:
+    path, run = misbehaving_run(tmp_path, **LONG), RunDir(tmp_path / "run")
+    with started("run", "-n", 2, path, env=SLOWLY) as child:
+        wait_for("checkpoint", lambda: committed(run))
+        family = [psutil.Process(child.pid), *processes_of(child.pid)]
+        stop(family)
+        lock, steps = take_over(run), committed(run)
+        for process in family:
+            process.resume()
+        ends_replaced(child, run, lock, steps)
+    lock.release()
+
+
+@pytest.mark.world_size(2)
+def test_ranks_whose_supervisor_sleeps_on(tmp_path: Path) -> None:
+    path, run = misbehaving_run(tmp_path, **LONG), RunDir(tmp_path / "run")
+    with started("run", "-n", 2, path, env=SLOWLY) as child:
+        wait_for("checkpoint", lambda: committed(run))
+        stop([psutil.Process(child.pid)])
+        lock, below = take_over(run), processes_of(child.pid)
+        wait_for("end of the ranks, which look for themselves", lambda: not any(map(runs, below)))
+        steps = committed(run)
+        child.send_signal(signal.SIGCONT)
+        ends_replaced(child, run, lock, steps)
+    assert endings(run.path) == ["failed", "failed"]
+    lock.release()

@@ -1,0 +1,67 @@
+"""Every layer and module that holds weights, and models of many shapes, train on ranks as one process does.
+
+On 2 ranks, or as many as ``HPCTRAIN_SWEEP_RANKS`` says.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mpi import mpirun
+
+ROOT = Path(__file__).parents[2]
+RANKS = int(os.environ.get("HPCTRAIN_SWEEP_RANKS", "2"))
+LIMIT_S = 280 if RANKS <= 2 else 1500
+OWN_STATISTICS = {"BatchNormalization", *(f"{lazy}BatchNorm{axes}d" for lazy in ("", "Lazy") for axes in (1, 2, 3))}
+"""Normalise over each rank's part of the batch: docs/numerics.md says so."""
+REFUSED = {
+    "SyncBatchNorm": "the model is a SyncBatchNorm, but statistics are each rank's own",
+    "float64": "is float64, but",
+    "layer of its own dtype, float64": "is float64, but",
+    "synchronized statistics": "has synchronized=True, but statistics are each rank's own",
+}
+"""What would not be right on several ranks, by what is said of it."""
+
+pytestmark = [pytest.mark.world_size(RANKS), pytest.mark.slow]
+
+
+@functools.cache
+def swept(framework: str) -> dict[str, Any]:
+    """What the sweep found of each model, and which classes it lacks."""
+    program = Path(__file__).parent / "programs" / f"{framework}_sweep.py"
+    result = mpirun(RANKS, program, env={"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S)
+    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return found
+
+
+def is_right(name: str, found: dict[str, Any]) -> bool:
+    """Whether a model was trained as it should be, or refused with the reason."""
+    if name in REFUSED and RANKS > 1:
+        return REFUSED[name] in (found["refusal"] or "")
+    near = found["difference"] is not None and found["difference"] <= found["accuracy"]
+    return (near or name in OWN_STATISTICS) and found["equal"] and found["moved"]
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_ranks_train_as_one_process_does(framework: str) -> None:
+    found = swept(framework)["found"]
+    wrong = [f"{name}: {each}" for name, each in found.items() if not is_right(name, each)]
+    assert len(found) > 60 and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_every_class_with_weights_has_a_case(framework: str) -> None:
+    assert swept(framework)["missing"] == [], f"add them to tests/support/{framework}_*.py"
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_statistics_of_each_ranks_part_do_matter(framework: str) -> None:
+    found = swept(framework)["found"]
+    assert all(found[name]["difference"] > 1e-4 for name in OWN_STATISTICS & found.keys())

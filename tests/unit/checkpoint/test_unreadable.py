@@ -1,0 +1,199 @@
+"""What cannot be read now is tried again and never put aside; what is damaged is put aside at once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint import patience
+from hpctrain.checkpoint.exports.safetensors import encode
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.checkpoint.hook import best_steps
+from hpctrain.checkpoint.initial import weights_of
+from hpctrain.checkpoint.resume import resume
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.verify import verify
+from hpctrain.cli import main
+from hpctrain.errors import ExitCode, UserError
+from hpctrain.train.state import TrainState
+from tests.support.faults import FileServer
+
+IDENTITY = {"config": {"seed": 0, "train": {}}, "global_batch": 2, "data": "abc"}
+SHARD, MANIFEST = "shard-00000-of-00001.h5", "manifest.json"
+NEWEST = "step-000000002"
+PLACES = [("open", SHARD), ("fstat", SHARD), ("preadv", SHARD), ("open", MANIFEST), ("read", MANIFEST)]
+
+
+class Weights:
+    """A framework that takes what it gets."""
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        self.arrays = arrays
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointStore]:
+    """Checkpoints of steps 1 and 2, and no long waits."""
+    monkeypatch.setattr(patience, "PAUSES_S", (0.001, 0.001))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (1, 2):
+        meta = {"identity": IDENTITY, "state": TrainState(step=step).to_json(), "best": step == 2}
+        store.save({"model/weight": np.full((9, 5), step, np.float32)}, meta, step)
+    yield store
+    store.close()
+
+
+def resumed_step(store: CheckpointStore) -> int:
+    loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
+    assert loaded is not None and loaded.rejected == ()
+    return loaded.step
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EMFILE])
+@pytest.mark.parametrize(("call", "where"), PLACES)
+def test_an_error_that_passes_costs_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str, where: str
+) -> None:
+    server = FileServer(code, f"{NEWEST}/{where}", call, times=2).install(monkeypatch)
+    assert resumed_step(store) == 2 and server.failed == 2
+    assert sorted(os.listdir(store.path)) == ["step-000000001", NEWEST]
+
+
+@pytest.mark.parametrize(("call", "where"), PLACES)
+def test_an_error_that_stays_stops_the_run_and_moves_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, call: str, where: str
+) -> None:
+    FileServer(errno.EIO, f"{NEWEST}/{where}", call, times=math.inf).install(monkeypatch)
+    with pytest.raises(UnreadableCheckpoint, match=rf"{where} cannot be read now: Input.* \(tried 3 ") as told:
+        resumed_step(store)
+    assert told.value.exit_code == ExitCode.FAILURE
+    assert sorted(os.listdir(store.path)) == ["step-000000001", NEWEST]
+
+
+def test_the_waits_outlast_a_failover_of_a_file_server() -> None:
+    assert 60 <= sum(patience.PAUSES_S) <= 90
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FileServer(errno.ESTALE, str(store.path), "listdir").install(monkeypatch)
+    assert resumed_step(store) == 2 and server.failed == 1
+    server.left = math.inf
+    with pytest.raises(UnreadableCheckpoint, match="Stale file handle"):
+        resumed_step(store)
+
+
+def test_a_file_that_the_server_denies_but_lists_is_not_missing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FileServer(errno.ENOENT, f"{NEWEST}/{SHARD}", "open").install(monkeypatch)
+    assert resumed_step(store) == 2 and server.failed == 1
+
+
+def test_what_may_not_be_read_is_the_users_to_solve_and_said_at_once(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FileServer(errno.EACCES, SHARD, "open", times=math.inf).install(monkeypatch)
+    with pytest.raises(UserError, match="Permission denied"):
+        resumed_step(store)
+    assert server.failed == 1
+    assert sorted(os.listdir(store.path)) == ["step-000000001", NEWEST]
+
+
+MEMORY = """
+import resource, sys
+from hpctrain.checkpoint import patience
+from hpctrain.checkpoint.store import CheckpointStore
+patience.PAUSES_S = (0.001,)
+store = CheckpointStore(sys.argv[1])
+store.load(1)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20),) * 2)
+store.load()
+"""
+
+
+def test_no_memory_for_a_checkpoint_does_not_make_it_a_damaged_one(store: CheckpointStore) -> None:
+    store.save({"model/weight": np.zeros(200 << 20, np.uint8)}, step=3)
+    done = subprocess.run([sys.executable, "-c", MEMORY, store.path], capture_output=True, text=True, timeout=120)
+    assert "UnreadableCheckpoint" in done.stderr and "does not fit into memory" in done.stderr, done.stderr
+
+
+def test_damage_is_put_aside_without_a_second_attempt(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PAUSES_S", (600.0,))
+    path = store.folder(2) / SHARD
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
+    assert loaded and loaded.step == 1 and "is damaged" in loaded.rejected[0].reason
+    assert [name for name in os.listdir(store.path) if name.startswith(f"damaged-{NEWEST}")]
+
+
+def test_a_checkpoint_without_a_manifest_is_damage_and_is_told(store: CheckpointStore) -> None:
+    os.unlink(store.folder(2) / MANIFEST)
+    loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
+    assert loaded and loaded.step == 1 and f"{NEWEST}/{MANIFEST} is missing" in loaded.rejected[0].reason
+    assert [name for name in os.listdir(store.path) if name.startswith(f"damaged-{NEWEST}")]
+    os.unlink(store.folder(1) / MANIFEST)
+    with pytest.raises(DamagedCheckpoint, match=r"no sound checkpoint: .*is missing"):
+        resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.unlink(store.folder(2) / MANIFEST)
+    monkeypatch.setattr(os, "rename", FileServer(errno.EIO, NEWEST, "rename").in_front_of(os.rename))
+    loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
+    assert loaded and loaded.step == 1 and NEWEST in os.listdir(store.path)
+
+
+def test_the_best_checkpoint_is_kept_while_nobody_can_see_that_it_is_the_best(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert best_steps(store) == {2}
+    FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "open").install(monkeypatch)
+    assert best_steps(store) == {2}
+
+
+def test_commands_tell_the_two_apart(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FileServer(errno.EIO, f"{NEWEST}/{MANIFEST}", "open", times=math.inf).install(monkeypatch)
+    run = str(store.path)
+    assert main(["ckpt", "ls", run]) == 0
+    assert "UNREADABLE: " in (output := capsys.readouterr().out) and "DAMAGED" not in output
+    assert not verify(store, 2).readable and verify(store, 1).readable
+    assert main(["ckpt", "verify", run, "--json"]) == ExitCode.FAILURE
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["sound"], row["readable"]) for row in rows] == [(True, True), (False, False)]
+    for command in (["inspect", run], ["export", run, "-o", f"{run}/weights.safetensors"], ["diff", run, run]):
+        assert main(["ckpt", *command]) == ExitCode.FAILURE
+        assert "cannot be read now: Input/output error" in capsys.readouterr().err
+
+
+def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"".join(encode({"weight": np.zeros(3)}, {"weight": "float64"}, {})))
+    (tmp_path / "link.safetensors").symlink_to(path)
+    for source in (path, tmp_path / "link.safetensors", store.path):
+        server = FileServer(errno.EIO, path.name if source != store.path else SHARD, "open").install(monkeypatch)
+        assert weights_of(str(source))[0].keys() == {"weight"} and server.failed == 1
+    FileServer(errno.EIO, path.name, "open", times=math.inf).install(monkeypatch)
+    with pytest.raises(UnreadableCheckpoint, match="Input/output error"):
+        weights_of(str(path))
+    monkeypatch.setattr(patience, "PAUSES_S", (600.0,))
+    for wrong in ("other.safetensors", "none/other.safetensors"):
+        with pytest.raises(UserError, match="does not exist"):
+            weights_of(str(tmp_path / wrong))

@@ -1,0 +1,541 @@
+"""State outside of the model: what is saved is there again after a resume, what cannot be saved is refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.checkpoint.hook import CheckpointHook
+from hpctrain.checkpoint.policy import policy_of
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import CheckpointConfig
+from hpctrain.data import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData
+from hpctrain.errors import UserError
+from hpctrain.frameworks.torch.framework import TorchFramework
+from hpctrain.frameworks.torch.holdings import value_of
+from hpctrain.reduce.torch_reducer import NoReducer
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.loop import Trainer
+from hpctrain.train.plan import Plan
+from hpctrain.train.state import Placement, TrainState
+from tests.support.torch_tasks import make_framework, mean_loss, plain_model, samples, sgd, train
+
+Optimizer = torch.optim.Optimizer
+
+
+def saved(framework: TorchFramework) -> dict[str, np.ndarray]:
+    return {tensor.name: value_of(tensor) for tensor in framework.state()}
+
+
+def resumes(make: Callable[[], TorchFramework]) -> set[str]:
+    """Whether 7 + 7 updates are 14; the names of what was saved."""
+    first = make()
+    train(first, 7)
+    arrays = saved(first)
+    straight = train(first, 7)
+    second = make()
+    second.load(arrays)
+    assert saved(second).keys() == arrays.keys()
+    assert train(second, 7) == straight
+    assert first.weights_hash() == second.weights_hash()
+    return set(arrays)
+
+
+def halves(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    """Two optimizers, each of some of the parameters, with different rates."""
+    parameters = list(model.parameters())
+    return torch.optim.Adam(parameters[:3], lr=0.01), torch.optim.SGD(parameters[3:], lr=0.05, momentum=0.9)
+
+
+class SharedGroups(Optimizer):
+    """Passes on the inner ones' groups."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        self.inner = list(inner)
+        super().__init__([group for one in inner for group in one.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.inner:
+            one.step()
+
+
+class OwnGroups(Optimizer):
+    """Has groups of its own, and the inner ones in a dict of a dict."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        super().__init__([each for one in inner for group in one.param_groups for each in group["params"]], {"lr": 1.0})
+        self.inner = {"by": {"name": inner}}
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.inner["by"]["name"]:
+            one.step()
+
+
+class MergedState(SharedGroups):
+    """Makes its state up from the inner ones' at each look."""
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        return {key: value for one in self.inner for key, value in one.state.items()}
+
+    @state.setter
+    def state(self, value: Any) -> None: ...
+
+
+class NoOptimizerAtAll:
+    """Has what is called, and no more."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        def step() -> None:
+            for one in inner:
+                one.step()
+
+        self.step = step
+        self.param_groups = [group for one in inner for group in one.param_groups]
+
+
+class SharpnessAware(Optimizer):
+    """Shares the inner one's mapping of state, and adds to it."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.state = base.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                old = self.state[parameter].setdefault("old", parameter.clone())
+                parameter.lerp_(old, 0.1)
+                old.copy_(parameter)
+
+
+class Lookahead(Optimizer):
+    """Slow weights in one of many places, and a count in an attribute."""
+
+    def __init__(self, base: Optimizer, place: str) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.count = 0
+        self.parameters = [parameter for group in base.param_groups for parameter in group["params"]]
+        copies = {parameter: parameter.detach().clone() for parameter in self.parameters}
+        self.slow: Any = {
+            "list": list(copies.values()),
+            "dict": copies,
+            "ids": {id(parameter): slow for parameter, slow in copies.items()},
+            "groups": None,
+        }[place]
+        if place == "groups":
+            for group in self.param_groups:
+                group["slow_norm"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.count += 1
+        if self.slow is None:
+            for group in self.param_groups:
+                group["slow_norm"] += sum(parameter.norm() for parameter in group["params"])
+                for parameter in group["params"]:
+                    parameter.mul_(1 - 1e-4 * group["slow_norm"])
+        elif self.count % 3 == 0:
+            slow = self.slow.values() if isinstance(self.slow, dict) else self.slow
+            for parameter, one in zip(self.parameters, slow, strict=True):
+                one.lerp_(parameter, 0.5)
+                parameter.copy_(one)
+
+
+class Speaking(Optimizer):
+    """Clips by the history of norms, which only its own methods save."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.history: deque[float] = deque(maxlen=5)
+
+    def step(self, closure: Any = None) -> None:
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        self.history.append(float(torch.linalg.vector_norm(torch.cat([one.flatten() for one in gradients]))))
+        for one in gradients:
+            one.div_(sum(self.history))
+        self.base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict(), "history": list(self.history), "none": None, "pair": (True, "x")}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state["none"] is None and state["pair"] == (True, "x")
+        self.base.load_state_dict(state["base"])
+        self.history.extend(state["history"])
+
+
+class WithNetwork(Optimizer):
+    """Its rate comes from a network, which it trains itself."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.net = nn.BatchNorm1d(1, affine=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.net(parameter.grad.reshape(-1, 1).repeat(2, 1))
+                self.net.bias += 1e-3
+                parameter.sub_(group["lr"] * (1 + self.net.bias) * parameter.grad / self.net.running_var.sqrt())
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "shared groups": lambda model: SharedGroups(*halves(model)),
+    "own groups": lambda model: OwnGroups(*halves(model)),
+    "merged state": lambda model: MergedState(*halves(model)),
+    "duck": lambda model: NoOptimizerAtAll(*halves(model)),
+    "nested": lambda model: SharedGroups(SharedGroups(*halves(model))),
+    "shared state": lambda model: SharpnessAware(sgd(model)),
+    "lookahead in a list": lambda model: Lookahead(sgd(model), "list"),
+    "lookahead by parameter": lambda model: Lookahead(sgd(model), "dict"),
+    "lookahead by id": lambda model: Lookahead(sgd(model), "ids"),
+    "tensors in groups": lambda model: Lookahead(sgd(model), "groups"),
+    "speaking": lambda model: Speaking(sgd(model)),
+    "with a network": lambda model: WithNetwork(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_hold_more_than_their_own_state_resume(name: str) -> None:
+    names = resumes(lambda: make_framework(alone(), optimizer=OPTIMIZERS[name]))
+    assert any(one.startswith(("optimizer/", "held/optimizer/")) for one in names)
+
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_tensors_of_optimizers_are_split_over_the_ranks_that_write(name: str) -> None:
+    framework = make_framework(alone(), optimizer=OPTIMIZERS[name])
+    listed = {tensor.name for tensor in framework.state() if tensor.name.startswith("held/optimizer/own")}
+    train(framework, 3)
+    own = {tensor.name for tensor in framework.state() if tensor.placement is Placement.RANK}
+    own = {one for one in own if not one.startswith("rng/")}
+    assert own <= {"held/optimizer/own/count", *(f"held/optimizer/module/net.{buffer}" for buffer in BUFFERS)}
+    now = {tensor.name for tensor in framework.state() if tensor.name.startswith("held/optimizer/own")}
+    assert now - own == listed, "what ranks list does not depend on what has changed"
+
+
+@pytest.mark.parametrize("name", ["shared groups", "own groups", "merged state", "duck", "nested", "speaking"])
+def test_the_schedule_reaches_inner_optimizers_before_and_after_a_resume(name: str) -> None:
+    framework = make_framework(alone(), optimizer=OPTIMIZERS[name])
+    framework.set_learning_rate(0.5)
+    train(framework, 1)
+    framework.load(saved(framework))
+    framework.set_learning_rate(0.1)
+    before = framework.weights_hash()
+    framework.set_learning_rate(0.0)
+    train(framework, 3)
+    assert framework.weights_hash() == before
+
+
+class Late(Optimizer):
+    """Makes its state in the first update, where nothing else than itself finds it."""
+
+    def __init__(self, parameters: Iterable[Tensor], keep: str) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.keep = keep
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        if self.keep == "string":
+            self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+        elif self.keep == "history":
+            vars(self).setdefault("past", []).append(float(group["params"][0].sum()))
+        elif self.keep == "momentum":
+            past = vars(self).setdefault("past", [torch.zeros_like(each) for each in group["params"]])
+            for one, each in zip(past, group["params"], strict=True):
+                one.lerp_(each, 0.5)
+        elif self.keep == "constant":
+            vars(self).setdefault("past", len(group["params"]))
+        for each in group["params"]:
+            each.sub_(group["lr"] * each.grad)
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [("string", "keeps state under 'all'"), ("history", r"keeps past\.\d outside"), ("momentum", r"keeps past\.0")],
+)
+def test_an_optimizer_that_has_stepped_and_shows_no_state_is_refused_by_name(keep: str, said: str) -> None:
+    framework = make_framework(alone(), optimizer=lambda model: Late(model.parameters(), keep))
+    framework.state()
+    train(framework, 1)
+    with pytest.raises(UserError, match=f"Late {said}"):
+        for _ in range(2):
+            framework.state()
+            framework.state()
+            train(framework, 1)
+
+
+@pytest.mark.parametrize("keep", ["nothing", "constant"])
+def test_an_optimizer_without_state_is_no_suspect(keep: str) -> None:
+    names = resumes(lambda: make_framework(alone(), optimizer=lambda model: Late(model.parameters(), keep)))
+    assert not any("optimizer" in name for name in names)
+
+
+def test_an_optimizer_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match=r"neither is nor holds a torch\.optim\.Optimizer"):
+        make_framework(alone(), optimizer=lambda model: object())  # type: ignore[arg-type,return-value]
+
+
+def test_an_inner_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(UserError, match="not parameters of the task's model"):
+        make_framework(alone(), optimizer=lambda model: OwnGroups(sgd(model), sgd(plain_model())))
+
+
+class Centred(nn.Module):
+    """A loss with a buffer that it replaces, one that it does not save, and a parameter that follows behind."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.follower = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():
+            self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+            self.follower.data.mul_(0.5).add_(self.center)
+        return mean_loss(outputs - self.center + self.follower, batch)
+
+
+class Annealed:
+    """A loss that counts in attributes: a number, an array, a tensor."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = np.zeros(2)
+        self.mean = torch.zeros(())
+        self.log: list[float] = []
+        self.last: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        loss = mean_loss(outputs, batch)
+        if torch.is_grad_enabled():
+            self.calls += 1
+            self.total += [1, 0.5]
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+            self.log.append(float(loss.detach()))
+            self.last = outputs.detach()
+        return loss * (1 + 1 / (1 + self.calls) + self.total.sum() + self.mean)
+
+    def method(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return self(outputs, batch)
+
+
+class Spoken:
+    """Says itself what its state is."""
+
+    def __init__(self) -> None:
+        self.hidden: dict[Any, float] = {(0,): 1.0}
+
+    def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():
+            self.hidden[(0,)] *= 1.1
+        return self.hidden[(0,)] * mean_loss(outputs, batch)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"factor": self.hidden[(0,)]}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.hidden[(0,)] = state["factor"]
+
+
+class Extra(nn.Module):
+    """A count that is extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {"calls": 0, "seen": [torch.zeros(2), np.zeros(2)], 3: None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.state["calls"] += 1
+            self.state["seen"] = [one + 0.5 for one in self.state["seen"]]
+        scale: Tensor = self.state["seen"][0].sum() + self.state["seen"][1].sum()
+        return x * (1 + scale / (1 + self.state["calls"]))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state.keys() == self.state.keys()
+        self.state = state
+
+
+def closure(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    calls = 0
+
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        return criterion(outputs, batch) * (1 + 1 / (1 + calls))
+
+    return loss
+
+
+def extra_loss() -> Callable[..., Tensor]:
+    inner = Extra()
+    return lambda outputs, batch: mean_loss(inner(outputs), batch)
+
+
+criterion = Centred()
+
+
+def through_a_global(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return helper(outputs, batch)
+
+
+def helper(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = criterion(outputs, batch)
+    return loss
+
+
+def fresh_global() -> Callable[..., Tensor]:
+    globals()["criterion"] = Centred()
+    return through_a_global
+
+
+LOSSES: dict[str, Callable[[], Callable[..., Any]]] = {
+    "module": Centred,
+    "closure over a module": lambda: closure(Centred()),
+    "partial": lambda: functools.partial(lambda inner, outputs, batch: inner(outputs, batch), Centred()),
+    "method": lambda: Annealed().method,
+    "object": Annealed,
+    "closure over an object": lambda: closure(Annealed()),
+    "speaking object": Spoken,
+    "extra state": extra_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_with_state_resumes(name: str) -> None:
+    names = resumes(lambda: make_framework(alone(), loss=LOSSES[name]()))
+    assert any(one.startswith("held/loss/") for one in names)
+
+
+def test_a_loss_in_a_global_of_a_function_that_it_calls_resumes() -> None:
+    first = make_framework(alone(), loss=fresh_global())
+    train(first, 3)
+    arrays = saved(first)
+    straight = train(first, 3)
+    second = make_framework(alone(), loss=fresh_global())
+    second.load(arrays)
+    assert train(second, 3) == straight
+    assert "held/loss/module/helper.criterion.center" in arrays
+
+
+def test_buffers_of_a_loss_are_each_ranks_own_and_its_parameters_are_not() -> None:
+    framework = make_framework(alone(), loss=Centred())
+    placement = {tensor.name: tensor.placement for tensor in framework.state()}
+    assert placement["held/loss/module/center"] is Placement.RANK
+    assert placement["held/loss/module/follower"] is Placement.REPLICATED
+    assert "held/loss/module/cache" not in placement
+
+
+def test_what_a_loss_writes_down_is_taken_for_a_log() -> None:
+    framework = make_framework(alone(), loss=Annealed())
+    for _ in range(3):
+        train(framework, 1)
+        held = {tensor.name for tensor in framework.state() if tensor.name.startswith("held/loss/")}
+    assert held == {f"held/loss/own/{name}" for name in ("calls", "total", "mean")}
+
+
+def test_a_state_that_has_no_place_any_more_is_told() -> None:
+    framework = make_framework(alone(), loss=Centred())
+    with pytest.raises(UserError, match=r"held/loss/module/center was saved, and the task has no place for it"):
+        make_framework(alone()).load(saved(framework))
+
+
+def test_a_forward_with_state_resumes() -> None:
+    def make() -> TorchFramework:
+        inner = Extra()
+        return make_framework(alone(), forward=lambda model, batch: inner(model(batch["x"])))
+
+    assert any(name.startswith("held/forward/extra/inner/") for name in resumes(make))
+
+
+def test_extra_state_of_a_model_resumes() -> None:
+    names = resumes(lambda: make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra())))
+    assert "held/model/extra/5/structure" in names
+
+
+def test_the_names_and_shapes_of_extra_state_stay_while_its_numbers_change() -> None:
+    framework = make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()))
+    train(framework, 1)
+    before = {name: array.shape for name, array in saved(framework).items()}
+    train(framework, 30)
+    assert {name: array.shape for name, array in saved(framework).items()} == before
+
+
+def test_extra_state_that_cannot_be_saved_is_refused_by_name() -> None:
+    class Odd(Extra):
+        def get_extra_state(self) -> Any:
+            return {"deep": [object()]}
+
+    with pytest.raises(UserError, match=r"the extra state of Odd, deep, 0 is a object, which cannot be saved"):
+        make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Odd())).state()
+
+
+def test_extra_state_that_cannot_be_put_back_is_refused_by_name() -> None:
+    class Mute(nn.Identity):
+        def get_extra_state(self) -> int:
+            return 3
+
+    with pytest.raises(UserError, match="Mute has get_extra_state and no set_extra_state"):
+        make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Mute()))
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "extra state of the model"])
+def test_rehearsals_leave_the_state_of_a_loss_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> TorchFramework:
+        if name in LOSSES:
+            return make_framework(alone(), loss=LOSSES[name]())
+        return make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()))
+
+    def rehearsed(config: Any, world: Any, model: nn.Module, rehearse: Callable[[Any], None], *others: Any) -> Any:
+        reducer = NoReducer(list(model.named_parameters()))
+        rehearse(reducer)
+        return reducer
+
+    wanted = train(make(), 3)
+    monkeypatch.setattr("hpctrain.frameworks.torch.framework.measured_reducer", rehearsed)
+    measured = make()
+    measured.reducer = None
+    assert train(measured, 3) == wanted
+
+
+def test_state_that_cannot_be_saved_is_told_after_two_steps(tmp_path: Path) -> None:
+    framework = make_framework(alone(), optimizer=lambda model: Late(model.parameters(), "momentum"))
+    data = TrainingData(open_dataset(samples()), Order(183, 30, seed=0), 0, 1, prefetch=0)
+    config = CheckpointConfig(every_steps=1000)
+    identity = {"config": {}, "global_batch": 30, "data": ""}
+    hook = CheckpointHook(CheckpointStore(tmp_path), policy_of(config), config, identity, lambda *event, **fields: None)
+    state = TrainState()
+    trainer = Trainer(alone(), framework, data, None, lambda step: 1.0, Plan(1000, 6), IntervalClock(), [hook], state)
+    with closing(hook), closing(data), pytest.raises(UserError, match="Late keeps past"):
+        trainer.fit()
+    assert state.step == 2

@@ -1,0 +1,518 @@
+"""Of all who work on one run folder one is the newest: numbers are given once, and whoever is replaced learns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpctrain.comm.world import alone
+from hpctrain.errors import ExitCode, Replaced, UserError
+from hpctrain.launch.attempt import Launch, Limits
+from hpctrain.launch.supervisor import supervise
+from hpctrain.rank.stop_requests import StopRequests
+from hpctrain.run import live_lock
+from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, at_work, myself, read
+from hpctrain.system.signals import StopSignals
+from tests.support.command import wait_for
+
+ELSEWHERE = {"machine": "another machine", "host": "n9"}
+
+PREAMBLE = """
+import dataclasses, json, os, signal, sys, time
+from pathlib import Path
+from hpctrain.errors import Replaced, UserError
+from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.folder import RunDir, Tickets, create_exclusively
+run = RunDir(Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.delenv(ATTEMPT, raising=False)
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+@contextmanager
+def children(run: RunDir, program: str, count: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that run a program on a run folder; whatever is left of them at the end is killed."""
+    words = [sys.executable, "-c", PREAMBLE + program, str(run.path)]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for child in started:
+            child.kill()
+            child.communicate()
+
+
+def outputs(run: RunDir, program: str, count: int) -> list[str]:
+    """What processes that run a program at the same time print, line by line."""
+    with children(run, program, count) as started:
+        said = [child.communicate(timeout=120)[0] for child in started]
+        assert [child.returncode for child in started] == [0] * count
+    return [line for text in said for line in text.splitlines()]
+
+
+def await_stopped(child: subprocess.Popen[str]) -> None:
+    """Returns when a process has stopped itself."""
+    wait_for("stop", lambda: Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+
+
+def take_over(run: RunDir) -> LiveLock:
+    """What a supervisor on another machine does, that has not heard of the holder for long."""
+    for path in (*run.path.glob("run.lock"), *run.path.glob("locks/run/*.json")):
+        os.utime(path, (1.0, 1.0))
+    lock = LiveLock(run, dataclasses.replace(myself(), **ELSEWHERE))
+    lock.acquire()
+    return lock
+
+
+# Numbers
+
+
+@pytest.mark.slow
+def test_no_number_is_given_twice(run: RunDir) -> None:
+    program = "tickets = Tickets(run.path / 'n')\nfor _ in range(1000): print(tickets.take(b''))"
+    taken = sorted(map(int, outputs(run, program, 3)))
+    assert taken == list(range(1, 3001))
+
+
+def test_attempts_that_begin_and_end_at_the_same_time_are_all_recorded(run: RunDir) -> None:
+    program = "for turn in range(20): run.end_attempt(run.begin_attempt(pid=os.getpid(), turn=turn), verdict=turn)"
+    outputs(run, program, 3)
+    attempts = run.attempts()
+    assert [entry["attempt"] for entry in attempts] == list(range(1, 61))
+    assert run.info()["fence"] == 60
+    assert all(entry["verdict"] == entry["turn"] for entry in attempts)
+    assert Counter(entry["turn"] for entry in attempts) == dict.fromkeys(range(20), 3)
+
+
+SLOW_DISK = """
+def slow(handle, fsync=os.fsync):
+    os.fsync = fsync
+    os.kill(os.getpid(), signal.SIGSTOP)
+    fsync(handle)
+"""
+
+
+def test_a_beginning_that_sleeps_in_its_fsync_shares_its_number_with_nobody(run: RunDir) -> None:
+    program = f"""{SLOW_DISK}
+os.fsync = slow
+number = run.begin_attempt(host="slow")
+print(number)
+try:
+    run.check_fence(number)
+except Replaced as error:
+    print(error.what)
+"""
+    with children(run, program) as [child]:
+        await_stopped(child)
+        begin = time.monotonic()
+        assert run.begin_attempt(host="fast") == 2
+        assert time.monotonic() - begin < 3.0, "nobody waits for a disk of somebody else"
+        child.send_signal(signal.SIGCONT)
+        number, why = child.communicate(timeout=30)[0].splitlines()
+    assert number == "1" and why.endswith("has been replaced by attempt 2")
+    run.check_fence(2)
+    assert run.info()["fence"] == 2
+    assert [(entry["attempt"], entry["host"]) for entry in run.attempts()] == [(1, "slow"), (2, "fast")]
+
+
+def test_an_end_that_sleeps_in_its_fsync_takes_nothing_back(run: RunDir) -> None:
+    run.begin_attempt(host="slow")
+    program = f"""{SLOW_DISK}
+once = os.replace
+def then_slow(*paths):
+    once(*paths)
+    os.replace, os.fsync = once, slow
+os.replace = then_slow
+run.end_attempt(1, verdict="killed")
+"""
+    with children(run, program) as [child]:
+        await_stopped(child)  # its own file is written; it has put run.json together, and writes it
+        assert run.begin_attempt(host="fast") == 2
+        run.update(reducer={"ranks": 2})
+        child.send_signal(signal.SIGCONT)
+        child.communicate(timeout=30)
+    info = run.info()
+    assert (info["fence"], info["reducer"]) == (2, {"ranks": 2})
+    assert [(entry["host"], entry.get("verdict")) for entry in info["attempts"]] == [("slow", "killed"), ("fast", None)]
+    with pytest.raises(Replaced):
+        run.check_fence(1)
+
+
+def test_a_folder_of_an_older_version_goes_on_above_its_fence(run: RunDir) -> None:
+    past = [{"attempt": 4, "from_step": None, "to_step": 7}, {"attempt": 5, "host": "n1"}]
+    old = {"id": "abc", "created": 1.5, "fence": 5, "attempts": past, "reducer": {"ranks": 2, "reducer": "mpi"}}
+    run.run_json.write_text(json.dumps(old))
+    run.check_fence(5)
+    assert run.begin_attempt(host="n2") == 6
+    run.end_attempt(5, verdict="vanished")
+    info = run.info()
+    assert {key: info[key] for key in ("id", "created", "reducer", "fence")} == {
+        **{key: old[key] for key in ("id", "created", "reducer")},
+        "fence": 6,
+    }
+    assert info["attempts"][0] == past[0] and info["attempts"][1]["verdict"] == "vanished"
+    assert [entry["host"] for entry in info["attempts"][1:]] == ["n1", "n2"]
+    with pytest.raises(Replaced, match="by attempt 6"):
+        run.check_fence(5)
+
+
+def test_an_attempt_that_an_older_version_began_counts(run: RunDir) -> None:
+    run.begin_attempt()
+    info = run.info()
+    run.run_json.write_text(json.dumps({**info, "fence": 2, "attempts": [*info["attempts"], {"attempt": 2}]}))
+    with pytest.raises(Replaced, match="by attempt 2"):
+        run.check_fence(1)
+    assert run.begin_attempt() == 3
+    assert [entry["attempt"] for entry in run.attempts()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"attempt": 3, "run": []}'])
+def test_a_number_whose_file_was_torn_counts_all_the_same(run: RunDir, content: str) -> None:
+    run.begin_attempt(host="n1")
+    run.numbers.path(2).write_text(content)
+    assert run.begin_attempt() == 3
+    assert [entry["attempt"] for entry in run.attempts()] == [1, 2, 3]
+
+
+def test_a_run_json_that_was_removed_is_written_again(run: RunDir) -> None:
+    run.begin_attempt(host="n1")
+    identity = run.info()["id"]
+    run.run_json.unlink()
+    assert run.begin_attempt() == 2
+    assert run.attempts()[0]["host"] == "n1" and run.info()["id"] == identity
+
+
+def test_a_fence_that_cannot_be_seen_is_none_that_is_lost(run: RunDir) -> None:
+    run.begin_attempt()
+    run.numbers.path(1).unlink()
+    run.numbers.folder.rmdir()
+    run.numbers.folder.touch()
+    with pytest.raises(NotADirectoryError):
+        run.check_fence(1)
+    hook = StopRequests(StopSignals(), run, print)
+    hook.before_fit(SimpleNamespace(world=alone()))  # type: ignore[arg-type]
+    assert hook.agree() == 0
+
+
+# The lock
+
+
+@pytest.mark.slow
+def test_of_all_who_want_the_lock_of_a_dead_holder_one_gets_it_each_time(run: RunDir) -> None:
+    program = """
+for _ in range(250):
+    lock = LiveLock(run, dataclasses.replace(myself(), birth=1.0))  # dead as soon as it is there
+    lock.acquire()
+    print(lock.number)
+"""
+    numbers = outputs(run, program, 4)
+    assert len(set(numbers)) == len(numbers) == 1000
+
+
+def test_no_two_live_processes_hold_the_lock(run: RunDir) -> None:
+    program = """
+inside, rounds = run.path / "inside", 0
+while rounds < 60:
+    lock = LiveLock(run, myself())
+    try:
+        lock.acquire()
+    except UserError:
+        continue
+    assert create_exclusively(inside, b""), "another one is inside"
+    lock.check()
+    inside.unlink()
+    lock.release()
+    rounds += 1
+"""
+    assert outputs(run, program, 4) == []
+    assert not run.lock_file.exists()
+
+
+def test_a_process_that_sleeps_while_it_takes_the_lock_does_not_have_it(run: RunDir) -> None:
+    program = """
+def slow(handle, content, write=os.write):
+    os.write = write
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return write(handle, content)
+os.write = slow
+try:
+    LiveLock(run, myself()).acquire()
+except UserError as error:
+    print(error.what)
+"""
+    with children(run, program) as [child]:
+        await_stopped(child)  # its ticket is there, without its name
+        new = take_over(run)
+        child.send_signal(signal.SIGCONT)
+        assert "in use by another live run: process" in child.communicate(timeout=30)[0]
+    new.check()
+    assert read(run.lock_file) == new.holder
+    new.release()
+
+
+def test_a_holder_that_was_replaced_neither_beats_nor_unlocks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = LiveLock(run, myself())
+    old.acquire()
+    new = take_over(run)
+    os.utime(run.lock_file, (2.0, 2.0))
+    monkeypatch.setattr(live_lock, "BEAT_S", 0.0)
+    with pytest.raises(Replaced, match=f"{run.path} has been taken over by process {os.getpid()} on n9"):
+        old.beat()
+    old.release()
+    assert (run.lock_file.stat().st_mtime, read(run.lock_file)) == (2.0, new.holder)
+    new.check()
+    new.beat()
+    assert run.lock_file.stat().st_mtime > 2.0
+    new.release()
+    assert at_work(run) is None and not run.lock_file.exists()
+
+
+def test_a_holder_names_itself_again_where_a_late_one_has_taken_its_place(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = LiveLock(run, myself())
+    lock.acquire()
+    monkeypatch.setattr(live_lock, "BEAT_S", 0.0)
+    for spoil in (run.lock_file.unlink, lambda: run.lock_file.write_text("{}")):
+        spoil()
+        with pytest.raises(UserError, match="in use"):
+            LiveLock(run, myself()).acquire()
+        lock.beat()
+        assert read(run.lock_file) == lock.holder
+
+
+def test_signs_of_life_from_a_thread_end_with_the_lock(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_lock, "BEAT_S", 0.02)
+    old, threads = LiveLock(run, myself()), threading.active_count()
+    old.acquire()
+    with old.kept():
+        assert threading.active_count() == threads + 1
+        new = take_over(run)
+        os.utime(run.lock_file, (2.0, 2.0))
+        wait_for("end of the thread", lambda: threading.active_count() == threads)
+        with pytest.raises(Replaced):
+            old.check()
+    assert run.lock_file.stat().st_mtime == 2.0
+    new.release()
+
+
+def test_a_file_server_that_does_not_answer_takes_no_lock_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> list[str]:
+        raise OSError(5, "Input/output error")
+
+    lock = LiveLock(run, myself())
+    lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(live_lock, "BEAT_S", 0.0)
+        patch.setattr(os, "listdir", refused)
+        lock.beat()
+    lock.check()
+    lock.release()
+
+
+def test_locks_for_different_purposes_do_not_exclude_each_other(run: RunDir) -> None:
+    submission = LiveLock(run, myself(), TO_SUBMIT)
+    with LiveLock(run, myself()).held(), submission.held():
+        with pytest.raises(UserError, match="is being submitted at this moment: process"):
+            LiveLock(run, myself(), TO_SUBMIT).acquire()
+        submission.check()
+    assert not list(run.path.glob("*.lock"))
+
+
+# Those who are replaced
+
+
+SUPERVISOR = """
+from hpctrain.launch import live_lock
+from hpctrain.launch.attempt import Launch, Limits
+from hpctrain.launch.supervisor import supervise
+live_lock.BEAT_S = 0.1
+verdict = supervise(run, lambda number: Launch(["sleep", "600"], {}, 1, saves=False), Limits(), {})
+print(json.dumps(verdict.to_json()))
+"""
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run: RunDir, asleep: bool) -> None:
+    with children(run, SUPERVISOR) as [child]:
+        wait_for("attempt", run.attempts)
+        wait_for("ranks", lambda: run.log("launcher", 1).exists())
+        if asleep:
+            child.send_signal(signal.SIGSTOP)
+            await_stopped(child)
+        new = take_over(run)
+        assert run.begin_attempt(host="n9") == 2
+        begin = time.monotonic()
+        child.send_signal(signal.SIGCONT)
+        verdict = json.loads(child.communicate(timeout=30)[0])
+        assert time.monotonic() - begin < 15
+    assert (verdict["exit_code"], verdict["cause"]) == (ExitCode.DO_NOT_REQUEUE, "replaced")
+    assert "has been taken over by" in verdict["reason"]
+    new.check()
+    assert read(run.lock_file) == new.holder
+    assert run.info()["fence"] == 2 and "verdict" not in run.attempts()[1]
+    assert run.attempts()[0]["verdict"] == verdict
+    new.release()
+
+
+def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run: RunDir, tmp_path: Path) -> None:
+    newer = []
+
+    def prepare(number: int) -> Launch:
+        newer.append(take_over(run))
+        return Launch(["touch", str(tmp_path / "started")], {}, 1, saves=False)
+
+    verdict = supervise(run, prepare, Limits(), {})
+    assert (verdict.exit_code, verdict.cause) == (ExitCode.DO_NOT_REQUEUE, "replaced")
+    assert not (tmp_path / "started").exists()
+    newer[0].check()
+    newer[0].release()
+
+
+def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run: RunDir) -> None:
+    run.begin_attempt()
+    trainer: Any = SimpleNamespace(world=alone(), state=SimpleNamespace(step=3))
+    hook = StopRequests(StopSignals(), run, print)
+    hook.before_fit(trainer)
+    result: Any = None
+    assert hook.after_step(trainer, result) is None
+    run.begin_attempt()
+    assert hook.after_step(trainer, result) is None, "the fence is looked at now and then only"
+    hook.next_look_at_fence = 0.0
+    with pytest.raises(Replaced, match="has been replaced by a newer one"):
+        hook.after_step(trainer, result)
+
+
+def test_a_plain_command_is_ended_where_a_newer_attempt_has_begun(run: RunDir) -> None:
+    run.begin_attempt()
+    words = [sys.executable, "-m", "hpctrain.rank.plain_command", "bash", "-c", "echo $$; exec sleep 600"]
+    environment = {**os.environ, RUN_DIR: str(run.path), ATTEMPT: "1"}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        program = int(rank.stdout.readline())
+        run.begin_attempt()
+        try:
+            assert rank.wait(30) == ExitCode.DO_NOT_REQUEUE
+        finally:
+            rank.kill()  # and with it the program
+    assert not Path(f"/proc/{program}").exists()
+    [word] = [json.loads(path.read_text()) for path in (run.ranks / "1").glob("*.json")]
+    assert (word["ending"], word["exit_code"], word["error"]["type"]) == ("failed", 76, "Replaced")
+
+
+# Submitting
+
+
+SBATCH = """#!/bin/bash
+echo $$ >> {folder}/calls
+until [ -e {folder}/gate ]; do sleep 0.02; done
+echo 71
+"""
+SQUEUE = """#!/bin/bash
+echo '71|71|N/A|PENDING|0:00|1:00|1:00||N/A|Resources'
+"""
+
+
+@pytest.fixture
+def submit(tmp_path: Path, run: RunDir) -> Callable[[], subprocess.Popen[str]]:
+    """Starts ``hpctrain submit`` where Slurm's commands are scripts, of which sbatch takes until there is a gate."""
+    for name, script in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        (tmp_path / name).write_text(script.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    file = tmp_path / "run.yaml"
+    file.write_text(f'name: r\nrun_dir: {run.path}\nlaunch: {{command: ["true"]}}\n')
+    words: Sequence[str] = [sys.executable, "-m", "hpctrain", "submit", str(file)]
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    pipe = subprocess.PIPE
+    return lambda: subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_of_two_submits_at_once_one_wins_before_sbatch(
+    submit: Callable[[], subprocess.Popen[str]], run: RunDir, tmp_path: Path
+) -> None:
+    with submit() as first:
+        wait_for("sbatch", (tmp_path / "calls").exists)
+        with submit() as second:
+            refused = second.communicate(timeout=60)[1]
+        (tmp_path / "gate").touch()
+        first.communicate(timeout=60)
+    with submit() as third:
+        known = third.communicate(timeout=60)[1]
+    assert (first.returncode, second.returncode, third.returncode) == (0, 64, 64)
+    assert "is being submitted at this moment: process" in refused and "job 71" in known
+    assert len((tmp_path / "calls").read_text().split()) == 1
+    assert not (run.path / "submit.lock").exists()
+
+
+@pytest.mark.slow
+def test_of_submits_that_start_together_one_calls_sbatch(
+    submit: Callable[[], subprocess.Popen[str]], run: RunDir, tmp_path: Path
+) -> None:
+    (tmp_path / "gate").touch()
+    for _ in range(3):
+        rivals = [submit() for _ in range(3)]
+        for rival in rivals:
+            rival.communicate(timeout=60)
+        assert sorted(rival.returncode for rival in rivals) == [0, 64, 64]
+        assert len((tmp_path / "calls").read_text().split()) == 1
+        (tmp_path / "calls").unlink()
+        (run.path / "jobs.jsonl").unlink()
+
+
+def test_a_submit_that_was_killed_is_in_nobodys_way(
+    submit: Callable[[], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    with submit() as first:
+        wait_for("sbatch", (tmp_path / "calls").exists)
+        first.kill()
+        (tmp_path / "gate").touch()
+        first.communicate(timeout=60)
+    with submit() as second:
+        said, problem = second.communicate(timeout=60)
+    assert second.returncode == 0, problem
+    assert "submitted job 71" in said
+
+
+SLURM_JOB = """
+from hpctrain.launch.engines.slurm import supervise
+from hpctrain.run.verdict import replaced
+supervise.supervise = lambda *_, **__: replaced(Replaced("taken over by job 8"))
+sys.exit(supervise.supervise_job(sys.argv[2]))
+"""
+
+
+def test_a_job_that_was_replaced_leaves_the_queue_alone(tmp_path: Path, run: RunDir) -> None:
+    """The next start of this very job may be the newer attempt, and the chain's next jobs may be to follow it."""
+    for name in ("sbatch", "scancel", "scontrol", "squeue"):
+        (tmp_path / name).write_text(f"#!/bin/bash\necho {name} >> {tmp_path}/calls\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {run.path}\nlaunch: {{command: ["true"]}}\n')
+    (run.path / "jobs.jsonl").write_text("".join(f'{{"job": "{n}", "time": 0, "cwd": "/"}}\n' for n in (7, 8)))
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    words = [sys.executable, "-c", PREAMBLE + SLURM_JOB, str(run.path), str(tmp_path / "run.yaml")]
+    done = subprocess.run(words, env={**os.environ, **job}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.DO_NOT_REQUEUE, done.stderr
+    assert "taken over by job 8" in done.stderr
+    assert not (tmp_path / "calls").exists()
