@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,13 +151,15 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
     from hpctrain.checkpoint.exports.weights import replace_whole, weights
     from hpctrain.comm.world import alone
+    from hpctrain.frameworks.seeding import seed_task
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
 
     config = loaded.meta.get("identity", {}).get("config")
     if not config:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    task = load_task(config["task"], config["task_args"], alone(), config["seed"], config["train"]["precision"])
+    seed = partial(seed_task, config["seed"], config["train"]["precision"], 0)
+    task = load_task(config["task"], config["task_args"], alone(), seed)
     if not isinstance(task, KerasTask):
         raise UserError(f"{config['task']} is not a Keras task", "export it to a .pt or .safetensors file")
     from hpctrain.checkpoint.exports.tensorflow_weights import export_keras

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See cli.py."""
     module, function = FUNCTIONS[args.command].split(":")
-    return int(getattr(importlib.import_module(f"hpctrain.launch.engines.slurm.{module}"), function)(args))
+    return int(getattr(importlib.import_module(f"hpctrain.commands.{module}"), function)(args))
 
 
 def show(args: argparse.Namespace, data: Any, text: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.hook import checkpoint_hook
@@ -14,6 +15,7 @@ from hpctrain.data.dataset import Dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.errors import UserError
+from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
@@ -62,9 +64,10 @@ def make_problem(config: Config, world: World) -> Problem:
     Raises:
         UserError: the task or its data cannot be had; see ``load_task`` and ``open_dataset``.
     """
+    seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
-        task = load_task(config.task, staged_args(config.task_args), world, config.seed, config.train.precision)
+        task = load_task(config.task, staged_args(config.task_args), world, seed)
     train = open_dataset(task.train)
     data = config.data
     order = Order(

@@ -17,14 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run import events
+from hpctrain.run.rank_environment import ATTEMPT
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-
-ATTEMPT = "HPCTRAIN_ATTEMPT"
-"""Environment variable that tells a rank which attempt it belongs to."""
-RUN_DIR = "HPCTRAIN_RUN_DIR"
-"""Environment variable that tells a rank its run folder; set where a supervisor watches."""
 
 MUTEX_STALE_S = 5.0
 """Time after which one and the same lock around an update of run.json was left by a dead process: updates take ms."""

@@ -11,13 +11,14 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.launch.engines.slurm import client, submission
 from hpctrain.run.folder import RunDir
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with one running and one waiting job."""
-    entries = [client.QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
+    entries = [QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
     monkeypatch.setattr(client, "find", lambda name: name)
     monkeypatch.setattr(submission, "alive", lambda run: entries)
     return RunDir(tmp_path)

@@ -20,13 +20,8 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run.folder import RunDir, append_bytes, write_atomically
+from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.system.output import say
-
-ALIVE = (
-    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
-    *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
-)
-"""States of jobs that may still act on the run folder."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,7 @@ def _submitted(line: str) -> Submitted | None:
         return None
 
 
-def alive(run: RunDir) -> list[client.QueueEntry]:
+def alive(run: RunDir) -> list[QueueEntry]:
     """Jobs of the run that wait or run."""
     return [entry for entry in client.queue([each.job for each in submissions(run)]) if entry.state in ALIVE]
 
