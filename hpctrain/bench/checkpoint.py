@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.bench.options import existing_folder
 from hpctrain.checkpoint.files import BLOCK_BYTES, write_durably
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.commands.bench import existing_folder
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
 

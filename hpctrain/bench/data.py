@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.commands.bench import existing_folder
+from hpctrain.bench.options import existing_folder
 from hpctrain.data import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.packing import from_dataset, write_hdf5

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.config.sections import CheckpointConfig, Config
     from hpctrain.train.framework import StepResult
-    from hpctrain.train.loop import Trainer
+    from hpctrain.train.training import Training
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
 """What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
@@ -84,17 +84,17 @@ class CheckpointHook(BaseHook):
         self.is_best = False
         self.best_step: int | None = None
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, training: Training) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""
         self.constant = {
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
             "versions": versions(),
-            "other_names": getattr(trainer.framework, "other_names", {}),
+            "other_names": getattr(training.framework, "other_names", {}),
         }
-        loaded = resume(self.store, trainer.framework, trainer.state, self.identity, self.fresh)
-        allocate = getattr(trainer.framework, "staging", host_buffer)
-        self.saver = open_saver(self.store, writers(self.config.writers, trainer.world), allocate)
+        loaded = resume(self.store, training.framework, training.state, self.identity, self.fresh)
+        allocate = getattr(training.framework, "staging", host_buffer)
+        self.saver = open_saver(self.store, writers(self.config.writers, training.world), allocate)
         if loaded:
             self.saved_step = loaded.step
             self.saver.sound.add(loaded.step)
@@ -104,56 +104,56 @@ class CheckpointHook(BaseHook):
         elif self.config.init_from:
             from hpctrain.checkpoint.initial import load_initial
 
-            match = load_initial(self.config.init_from, trainer.framework)
+            match = load_initial(self.config.init_from, training.framework)
             self._report("initial_weights", 0, path=self.config.init_from, **match.to_json())
         self.last_s = time.monotonic()
 
-    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Makes a checkpoint due where the watched metric improved."""
         if self.config.best_metric is None:
             return None
         if self.config.best_metric not in metrics:
             raise missing_metric(self.config.best_metric, metrics)
-        value, best = metrics[self.config.best_metric], trainer.state.checkpoint_best
+        value, best = metrics[self.config.best_metric], training.state.checkpoint_best
         sign = 1 if self.config.best_mode == "min" else -1
         if math.isfinite(value) and (best is None or sign * value < sign * best):
-            trainer.state.checkpoint_best = value
+            training.state.checkpoint_best = value
             self.is_best = True
         return None
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """Goes on with the checkpoint in flight, and begins one that is due."""
         assert self.saver is not None, "before_fit opens the saver"
         least = self._agreed()
         self._settle(self.saver.advance(least[:2]))
-        state = trainer.state
+        state = training.state
         by_position = self.policy.due_at(state.step, state.epoch, state.batch == 0)
         self.due = self.due or by_position or self.is_best or not least[2]
         if self.due and self.is_best and not self.saver.idle:
             self._settle(self.saver.finish())
         if self.due and self.saver.idle:
-            self._begin(trainer)
+            self._begin(training)
             if self.config.mode == "sync":
                 self._settle(self.saver.finish())
         elif self.preparations < PREPARATIONS:
             self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
-                self.saver.prepare(trainer.framework.state())
-        trainer.clock.mark(Phase.CHECKPOINT)
+                self.saver.prepare(training.framework.state())
+        training.clock.mark(Phase.CHECKPOINT)
         late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)
         flags = np.append(self.saver.flags(), np.int64(not_due))
         self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
         return None
 
-    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+    def after_fit(self, training: Training, reason: StopReason) -> None:
         """Saves the end of the attempt, and returns when it is durable. Raises RunFailed where it cannot be."""
         assert self.saver is not None, "before_fit opens the saver"
         self._settle(self.saver.advance(self._agreed()[:2]))
         if not self.saver.idle:
             self._settle(self.saver.finish())
-        if self.saved_step != trainer.state.step:
-            self._begin(trainer)
+        if self.saved_step != training.state.step:
+            self._begin(training)
             self._settle(self.saver.finish()).path_or_raise()
 
     def close(self) -> None:
@@ -167,23 +167,23 @@ class CheckpointHook(BaseHook):
         self.agreement = None
         return taken
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, training: Training) -> None:
         """Snapshot of all state at this step."""
         assert self.saver is not None, "before_fit opens the saver"
         begin = time.monotonic()
-        tensors = trainer.framework.state()
+        tensors = training.framework.state()
         if self.config.verify_replicated:
-            verify_replicated(self.store.group, trainer.framework, trainer.state.step)
+            verify_replicated(self.store.group, training.framework, training.state.step)
         meta = {
-            "state": finite(trainer.state.to_json(), None),
-            "framework": trainer.framework.name,
+            "state": finite(training.state.to_json(), None),
+            "framework": training.framework.name,
             "best": self.is_best,
             "time": time.time(),
             **self.constant,
         }
-        self.saver.begin(tensors, trainer.state.step, meta, trainer.framework.synchronize)
+        self.saver.begin(tensors, training.state.step, meta, training.framework.synchronize)
         if self.is_best:
-            self.best_step = trainer.state.step
+            self.best_step = training.state.step
         self.due = self.is_best = False
         self.last_s = time.monotonic()
         self.stall_s = self.last_s - begin

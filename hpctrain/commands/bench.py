@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from pathlib import Path
 from types import ModuleType
-
-from hpctrain.errors import UserError
 
 BENCHMARKS = {
     "step": "one training step: our reducers beside no exchange, DDP, plain Horovod and MultiWorkerMirroredStrategy",
@@ -31,13 +28,6 @@ def benchmark(name: str) -> ModuleType:
     """The module behind a benchmark."""
     room = f"{name}.{name}_command" if name in ("scaling", "straggler") else name
     return importlib.import_module(f"hpctrain.bench.{room}")
-
-
-def existing_folder(text: str) -> Path:
-    """A folder that an option names. Raises UserError."""
-    if not Path(text).is_dir():
-        raise UserError(f"--folder {text} is no folder", "name one that is there, on the disk to measure")
-    return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:

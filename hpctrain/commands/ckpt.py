@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     from hpctrain.checkpoint.format.manifest import Reader
     from hpctrain.comm.world import alone
     from hpctrain.data import open_dataset
+    from hpctrain.frameworks.seeding import seed_task
     from hpctrain.rank.wiring import make_weights
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
@@ -172,7 +174,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     train = Reader(config.get("train", dict, "an object"), identity.where)
     name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
     seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
-    task = load_task(name, arguments, alone(), seed, precision)
+    task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
     make_weights(task, lambda: open_dataset(task.train), seed)

@@ -17,9 +17,10 @@ from hpctrain.errors import ExitCode, Replaced
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
 from hpctrain.run.live_lock import LiveLock
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import REPLACED, Action, Stop, Verdict, decide
 from hpctrain.system import processes
 from hpctrain.system.output import say

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from hpctrain.system.signals import signal_name
+
 OUT_OF_MEMORY = "was killed by the kernel: out of memory"
 
 
@@ -106,14 +108,6 @@ def expand(tasks: str) -> list[int]:
     """Slurm's list of tasks: '0,2-3' is [0, 2, 3]."""
     ranges = [part.partition("-") for part in tasks.split(",") if part]
     return [rank for first, _, last in ranges for rank in range(int(first), int(last or first) + 1)]
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 SRUN_SIGNALS = {

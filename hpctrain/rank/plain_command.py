@@ -16,18 +16,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.errors import ExitCode, Replaced
-from hpctrain.launch.launcher_messages import signal_name
-from hpctrain.run.folder import RUN_DIR, RunDir, current_attempt
+from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
+from hpctrain.run.rank_environment import RUN_DIR, STOP_SIGNAL
 from hpctrain.system import processes
 from hpctrain.system.output import redirect
-from hpctrain.system.signals import StopSignals
+from hpctrain.system.signals import StopSignals, signal_name
 
 RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 """What launchers call a rank's number. Under mpirun SLURM_PROCID is the daemon's, so it comes last."""
-STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"
-"""Environment variable with the name of the signal that asks the program to stop."""
 TICK_S = 0.1
 POLL_S = 2.0
 """Seconds between two looks for the STOP file."""

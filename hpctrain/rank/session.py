@@ -19,9 +19,10 @@ from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, HpctrainError, RunFailed
 from hpctrain.run import provenance
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir, create_exclusively, current_attempt, write_atomically
+from hpctrain.run.folder import RunDir, create_exclusively, current_attempt, write_atomically
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word, merge
 from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import decide
 from hpctrain.system import foreign_text, processes
 from hpctrain.system.output import quiet_environment, redirect

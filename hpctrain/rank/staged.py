@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-STAGED = "HPCTRAIN_STAGED"
-"""Environment variable: JSON of copies by source, as the run file writes it."""
+from hpctrain.run.rank_environment import STAGED
 
 
 def staged_args(task_args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

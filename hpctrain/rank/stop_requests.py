@@ -19,7 +19,7 @@ from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
     from hpctrain.train.framework import StepResult
-    from hpctrain.train.loop import Trainer
+    from hpctrain.train.training import Training
 
 STOP_FILE = 128
 """What rank 0 tells the others in place of a signal number when it found the STOP file."""
@@ -54,24 +54,24 @@ class StopRequests(BaseHook):
         self.next_look = 0.0
         self.next_look_at_fence = 0.0
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, training: Training) -> None:
         """See Hook."""
-        self.looks_for_file = trainer.world.rank == 0
-        if trainer.world.everyone.comm is not None:
+        self.looks_for_file = training.world.rank == 0
+        if training.world.everyone.comm is not None:
             from mpi4py import MPI
 
-            self.comm = trainer.world.everyone.comm.Dup()
+            self.comm = training.world.everyone.comm.Dup()
             self.operation = MPI.MAX
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """See Hook."""
         flag = self.agree()
         if not flag:
             return None
         if flag == REPLACED:
             raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
-        if trainer.world.rank == 0:
-            self.report("stop_requested", trainer.state.step, by=self.describe(flag))
+        if training.world.rank == 0:
+            self.report("stop_requested", training.state.step, by=self.describe(flag))
         return StopReason.REQUESTED
 
     def agree(self) -> int:
@@ -124,7 +124,7 @@ class StopRequests(BaseHook):
             return self.run_dir.stop_requested_by() or "STOP file"
         return f"signal {signal.Signals(flag).name}"
 
-    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+    def after_fit(self, training: Training, reason: StopReason) -> None:
         """Completes what is still under way: all ranks come here after the same step."""
         if self.request is not None:
             self.request.Wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.data.transform import load
 from hpctrain.errors import UserError
+from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
@@ -65,9 +67,10 @@ def make_problem(config: Config, world: World) -> Problem:
     Raises:
         UserError: the task or its data cannot be had; see ``load_task`` and ``open_dataset``.
     """
+    seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
-        task = load_task(config.task, staged_args(config.task_args), world, config.seed, config.train.precision)
+        task = load_task(config.task, staged_args(config.task_args), world, seed)
     data = config.data
     train = open_dataset(task.train, allow_outside=data.allow_outside)
     make_weights(task, lambda: train, config.seed)

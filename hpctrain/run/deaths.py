@@ -7,7 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.system import safe_read
 
 

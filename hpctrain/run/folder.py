@@ -19,15 +19,11 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import Replaced, RunFailed, UserError
 from hpctrain.run import events
 from hpctrain.run.documents import info_of, is_words
+from hpctrain.run.rank_environment import ATTEMPT
 from hpctrain.system import foreign_text, safe_read
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-
-ATTEMPT = "HPCTRAIN_ATTEMPT"
-"""Environment variable that tells a rank which attempt it belongs to."""
-RUN_DIR = "HPCTRAIN_RUN_DIR"
-"""Environment variable that tells a rank its run folder; set where a supervisor watches."""
 
 MOST_STOP_BYTES = 1024
 """Of a STOP file, which says who asks."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from hpctrain.launch.engines.slurm.client import QueueEntry
-from hpctrain.launch.engines.slurm.submission import ALIVE
+from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.run.live_lock import STALE_S
 from hpctrain.run.progress import Digest, outcome
 

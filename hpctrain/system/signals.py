@@ -44,3 +44,11 @@ class InterruptibleStopSignals(StopSignals):
         super()._note(number, frame)
         if self.received.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

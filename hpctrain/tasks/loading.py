@@ -13,14 +13,16 @@ from typing import Any
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
-from hpctrain.train.seeds import seed_python
 
 
-def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: int, precision: str = "fp32") -> Task:
+def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: Callable[[], None]) -> Task:
     """Imports the task function and calls it with its arguments and, where it takes one, the world.
 
-    Everything random is seeded first, alike on all ranks: initial weights do not depend on how many there are. Keras
-    layers are made for the precision (fp32, bf16, fp16) that they compute in.
+    Args:
+        reference: ``package.module:function`` or ``path/file.py:function``.
+        arguments: of the function, by name.
+        world: given to a function that has a parameter of this name.
+        seed: called once the module is imported and before the function runs; see ``frameworks.seed_task``.
 
     Raises:
         UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
@@ -29,7 +31,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
     """
     function = _function(reference)
     call = _bind(function, reference, arguments, world)
-    seed_task(seed, precision, world.local_rank)
+    seed()
     seeded = set(sys.modules)
     task = call()
     if not isinstance(task, (TorchTask, KerasTask)):
@@ -113,18 +115,3 @@ def _bind(
             "correct task_args: in the run file",
         ) from error
     return lambda: function(*bound.args, **bound.kwargs)
-
-
-def seed_task(seed: int, precision: str, local_rank: int) -> None:
-    """Seeds Python, NumPy and each framework that is imported, alike on all ranks, and has it use this rank's GPU."""
-    seed_python(seed)
-    if "torch" in sys.modules:
-        from hpctrain.frameworks.torch.device import pick_device
-        from hpctrain.frameworks.torch.framework import seed as seed_torch
-
-        pick_device(local_rank)  # what the task makes on "cuda" is to lie on this rank's GPU
-        seed_torch(seed)
-    if "tensorflow" in sys.modules:
-        from hpctrain.frameworks.tensorflow.runtime import begin_task
-
-        begin_task(seed, precision, local_rank)

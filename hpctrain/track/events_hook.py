@@ -16,7 +16,7 @@ from hpctrain.train.hooks import BaseHook, StopReason
 if TYPE_CHECKING:
     from hpctrain.run.event_writer import EventWriter
     from hpctrain.train.framework import StepResult, Sums
-    from hpctrain.train.loop import Trainer
+    from hpctrain.train.training import Training
 
 
 class SecondsByPhase(Protocol):
@@ -52,38 +52,38 @@ class EventsHook(BaseHook):
         self.hosts: list[str] = []
         self.has_started = False
 
-    def before_fit(self, trainer: Trainer) -> None:
+    def before_fit(self, training: Training) -> None:
         """See Hook."""
-        self.hosts = sorted(set(trainer.world.everyone.allgather(trainer.world.host, "name the hosts")))
+        self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
         self.clock.take()
         self.began = self.interval_began = time.time()
-        self.first_step, self.samples = trainer.state.step, trainer.state.samples
+        self.first_step, self.samples = training.state.step, training.state.samples
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """See Hook."""
         self.results.append(result)
         if not self.has_started:  # the reducer is known only now
-            self.start(trainer)
-        if trainer.state.step % self.every_steps == 0:
-            self.report(trainer)
+            self.start(training)
+        if training.state.step % self.every_steps == 0:
+            self.report(training)
         return None
 
-    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """See Hook."""
         if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
-            self.start(trainer)
-        self.emit(trainer, "eval", trainer.state.step, metrics=dict(metrics), epoch=trainer.state.epoch)
+            self.start(training)
+        self.emit(training, "eval", training.state.step, metrics=dict(metrics), epoch=training.state.epoch)
         return None
 
-    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+    def after_fit(self, training: Training, reason: StopReason) -> None:
         """See Hook."""
         if not self.has_started:
-            self.start(trainer)
+            self.start(training)
         if self.results:
-            self.report(trainer)
-        steps, seconds = trainer.state.step - self.first_step, time.time() - self.began
-        step = trainer.state.step
-        self.emit(trainer, "run_finished", step, reason=reason.value, steps=steps, seconds=seconds)
+            self.report(training)
+        steps, seconds = training.state.step - self.first_step, time.time() - self.began
+        step = training.state.step
+        self.emit(training, "run_finished", step, reason=reason.value, steps=steps, seconds=seconds)
 
     def close(self) -> None:
         """See Hook."""
@@ -92,56 +92,56 @@ class EventsHook(BaseHook):
             with suppress(OSError):
                 sink.close()
 
-    def start(self, trainer: Trainer) -> None:
+    def start(self, training: Training) -> None:
         """Says who trains what with what; dated to when the attempt's training began."""
         self.has_started = True
-        variant = reducer_name(trainer.framework)
+        variant = reducer_name(training.framework)
         self.emit(
-            trainer,
+            training,
             "run_started",
             self.first_step,
             time=self.began,
-            ranks=trainer.world.size,
+            ranks=training.world.size,
             hosts=self.hosts,
-            framework=getattr(trainer.framework, "name", type(trainer.framework).__name__),
+            framework=getattr(training.framework, "name", type(training.framework).__name__),
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
-            gradient_bytes=trainer.framework.gradient_bytes,
+            gradient_bytes=training.framework.gradient_bytes,
             versions=provenance.versions(),
-            total_steps=trainer.plan.total_steps,
+            total_steps=training.plan.total_steps,
         )
 
-    def report(self, trainer: Trainer) -> None:
+    def report(self, training: Training) -> None:
         """The means of the interval that ends here."""
         totals: Sums = {}
         for result in self.results:
             add(totals, result.sums())
         steps, self.results = len(self.results), []
         add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
-        trainer.clock.mark(Phase.CALLBACKS)
-        means = mean_over_ranks(totals, trainer.world.data, "report the interval's means")
-        trainer.clock.mark(Phase.EXCHANGE)  # waiting for others is no rank's own work
-        state, now = trainer.state, time.time()
+        training.clock.mark(Phase.CALLBACKS)
+        means = mean_over_ranks(totals, training.world.data, "report the interval's means")
+        training.clock.mark(Phase.EXCHANGE)  # waiting for others is no rank's own work
+        state, now = training.state, time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now
         timed = [name for name in means if name.startswith("seconds/")]
         seconds = {name.removeprefix("seconds/"): means.pop(name) for name in timed}
         self.emit(
-            trainer,
+            training,
             "train",
             state.step,
-            lr=trainer.schedule(state.step - 1),
+            lr=training.schedule(state.step - 1),
             samples_per_s=samples_per_s,
             seconds=seconds,
             steps=steps,
             epoch=state.epoch,
-            total_steps=trainer.plan.total_steps,
+            total_steps=training.plan.total_steps,
             **{"loss": float("nan"), **means},
         )
 
-    def emit(self, trainer: Trainer, event: str, step: int, **fields: Any) -> None:
+    def emit(self, training: Training, event: str, step: int, **fields: Any) -> None:
         """To events.jsonl and to the sinks; on rank 0."""
-        if trainer.world.rank != 0:
+        if training.world.rank != 0:
             return
         written = self.writer.append(event, step, **fields)
         for sink in self.sinks:

@@ -10,7 +10,7 @@ from hpctrain.errors import UserError
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
-    from hpctrain.train.loop import Trainer
+    from hpctrain.train.training import Training
 
 
 class EarlyStop(BaseHook):
@@ -19,11 +19,11 @@ class EarlyStop(BaseHook):
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config
 
-    def before_fit(self, trainer: Trainer) -> StopReason | None:
+    def before_fit(self, training: Training) -> StopReason | None:
         """A run that has ended early stays so when it is started again, unless it is given more patience."""
-        return self._verdict(trainer)
+        return self._verdict(training)
 
-    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Every rank holds the same averages, so all decide alike."""
         watched = self.config.metric
         if watched is None or watched not in metrics:
@@ -31,16 +31,16 @@ class EarlyStop(BaseHook):
                 f"train.early_stop.metric is {watched!r}, which the task does not report",
                 f"name one of {', '.join(sorted(metrics))}",
             )
-        state = trainer.state
+        state = training.state
         if improves(metrics[watched], state.early_stop_best, self.config):
             state.early_stop_best = metrics[watched]
             state.evaluations_since_best = 0
             return None
         state.evaluations_since_best += 1
-        return self._verdict(trainer)
+        return self._verdict(training)
 
-    def _verdict(self, trainer: Trainer) -> StopReason | None:
-        return StopReason.EARLY if trainer.state.evaluations_since_best >= self.config.patience else None
+    def _verdict(self, training: Training) -> StopReason | None:
+        return StopReason.EARLY if training.state.evaluations_since_best >= self.config.patience else None
 
 
 def improves(value: float, best: float | None, config: EarlyStopConfig) -> bool:

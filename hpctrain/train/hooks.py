@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from hpctrain.train.framework import StepResult
-    from hpctrain.train.loop import Trainer
+from hpctrain.train.framework import StepResult
+from hpctrain.train.training import Training
 
 
 class StopReason(StrEnum):
@@ -25,19 +24,19 @@ class StopReason(StrEnum):
 class Hook(Protocol):
     """All methods are called on every rank, at the same step, in the order in which hooks were given."""
 
-    def before_fit(self, trainer: Trainer) -> StopReason | None:
+    def before_fit(self, training: Training) -> StopReason | None:
         """The model is built and equal on all ranks; nothing has been trained in this attempt.
 
         A reason, on all ranks alike, ends the run before its first step.
         """
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """An update is done. A reason ends the run here; hooks must agree on it over all ranks by themselves."""
 
-    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Validation metrics, averaged over all ranks."""
 
-    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+    def after_fit(self, training: Training, reason: StopReason) -> None:
         """The loop has ended in an orderly way."""
 
     def close(self) -> None:
@@ -47,19 +46,19 @@ class Hook(Protocol):
 class BaseHook:
     """A hook that does nothing; override what is needed."""
 
-    def before_fit(self, trainer: Trainer) -> StopReason | None:
+    def before_fit(self, training: Training) -> StopReason | None:
         """See Hook."""
         return None
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """See Hook."""
         return None
 
-    def after_eval(self, trainer: Trainer, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """See Hook."""
         return None
 
-    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+    def after_fit(self, training: Training, reason: StopReason) -> None:
         """See Hook."""
 
     def close(self) -> None:

@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hpctrain.comm.world import World
 from hpctrain.data.pipeline import Batch, TrainingData
 from hpctrain.errors import NoRequeue
-from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
-from hpctrain.train.framework import Framework, HostBatch, NonFiniteLoss, StepResult
+from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult
 from hpctrain.train.hooks import Hook, StopReason, first_reason
-from hpctrain.train.plan import Plan
-from hpctrain.train.schedule import Schedule
-from hpctrain.train.state import TrainState
+from hpctrain.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -28,18 +25,12 @@ class RunSummary:
 
 
 @dataclass
-class Trainer:
+class Trainer(Training):
     """Everything one rank needs to train; ``hpctrain.rank.wiring`` makes it from a run file."""
 
-    world: World
-    framework: Framework
     data: TrainingData
     validation: Iterable[HostBatch] | None
-    schedule: Schedule
-    plan: Plan
-    clock: StepClock
     hooks: Sequence[Hook]
-    state: TrainState
 
     def fit(self) -> RunSummary:
         """Trains from where the state stands to the end of the plan, or until a hook ends it."""

@@ -9,7 +9,7 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
-    from hpctrain.train.loop import Trainer
+    from hpctrain.train.training import Training
 
 
 class VerifyWeights(BaseHook):
@@ -18,11 +18,11 @@ class VerifyWeights(BaseHook):
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """See Hook."""
-        step, group = trainer.state.step, trainer.world.data
+        step, group = training.state.step, training.world.data
         if step % self.every_steps == 0:
-            hashes = group.allgather(trainer.framework.weights_hash(), "compare the weights")
+            hashes = group.allgather(training.framework.weights_hash(), "compare the weights")
             odd = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
             if odd:
                 raise NoRequeue(

@@ -12,13 +12,13 @@ from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import status
-from hpctrain.launch.engines.slurm.client import QueueEntry
 from hpctrain.run import live_lock
 from hpctrain.run.documents import info_of
 from hpctrain.run.event_follower import Following
 from hpctrain.run.file_tail import JsonFile
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import run_config
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.standing import Life
 from hpctrain.watch.view import Found, View, live_view_of, make
 

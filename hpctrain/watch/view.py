@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.slurm.client import QueueEntry
 from hpctrain.launch.engines.slurm.directives import seconds
 from hpctrain.run import standing
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.progress import Digest, Warned, finding
 from hpctrain.run.standing import Life, State, Word
 from hpctrain.system.json_shape import is_count, typed

@@ -1,4 +1,4 @@
-"""Imports flow down, and each heavy library is imported in one kind of file only."""
+"""The map of the house: which room may know which, imports without circles, heavy libraries in their own files."""
 
 from __future__ import annotations
 
@@ -6,107 +6,123 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
 
-ROOMS = {
-    "errors": set(),
-    "system": set(),
-    "config": {"errors"},
-    "task": set(),
-    "events": {"errors"},
-    "facts": set(),
-    "run_documents": {"events"},
-    "run_dir": {"errors", "config", "events", "run_documents"},
-    "digest": {"events"},
-    "tail": {"errors"},
-    "following": {"digest", "events", "run_dir", "tail"},
-    "data": {"errors", "config"},
-    "comm": {"errors", "config"},
-    "train": {"errors", "config", "comm", "data"},
-    "frameworks": {"errors", "config", "comm", "data", "train", "task"},
-    "checkpoint": {"errors", "config", "config_file", "comm", "data", "train", "run_dir", "events"},
-    "monitor": {"errors", "config", "config_file", "comm", "train", "run_dir", "events", "launch"},
-    "launch": {
-        "errors",
-        "config",
-        "config_file",
-        "comm",
-        "train",
-        "run_dir",
-        "events",
-        "facts",
-        "resources",
-        "monitor",
-        "digest",
-        "following",
-    },
-    "track": {"errors", "config", "comm", "train", "run_dir", "events", "facts", "report", "tail"},
-    "report": {"errors", "config", "config_file", "run_dir", "events", "resources", "monitor", "digest"},
-    "watch": {"errors", "run_dir", "digest", "following", "tail", "launch", "track", "report"},
+ROOMS: dict[str, str] = {
+    "errors": "",
+    "system": "",
+    "config": "errors system",
+    "comm": "errors",
+    "run": "errors system config",
+    "data": "errors system",
+    "reduce": "errors config comm",
+    "train": "errors config comm data reduce",
+    "tasks": "errors comm",
+    "frameworks": "errors config comm data reduce train tasks",
+    "checkpoint": "errors system config comm run data train frameworks",
+    "monitor": "errors system config comm run train",
+    "track": "errors system run train",
+    "rank": "errors system config comm run data train tasks frameworks checkpoint monitor track",
+    "registry": "errors system config comm run data train tasks checkpoint track rank report",
+    "launch": "errors system config comm run monitor",
+    "report": "errors system run",
+    "watch": "errors system run track launch",
+    "doctor": "errors system config comm run reduce launch",
+    "horovod_wheel": "errors system",
+    "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch",
+    "commands": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track rank "
+    "registry launch report watch doctor horovod_wheel",
+    "cli": "errors system config",
+    "__main__": "system cli",
+    "__init__": "comm tasks",
 }
-"""What each room may import besides itself and ``system``; rooms that are not named (the command line, build): all."""
+"""What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 
 HEAVY = {
-    "torch": lambda path: path.name.startswith("torch"),
-    "tensorflow": lambda path: path.name.startswith("tensorflow"),
-    "keras": lambda path: path.name.startswith("tensorflow"),
-    "horovod": lambda path: path.parent.name in ("comm", "bench"),
+    "torch": lambda path: any(part.startswith("torch") for part in path.parts),
+    "tensorflow": lambda path: any(part.startswith("tensorflow") for part in path.parts),
+    "keras": lambda path: any(part.startswith("tensorflow") for part in path.parts),
+    "horovod": lambda path: path.parts[0] in ("reduce", "bench"),
 }
+"""Which files, by their path in the package, may import a library that is slow to load or may be missing."""
 
 
-def room_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def module_of(path: Path) -> str:
+    parts = ("hpctrain", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports at run time, wherever the statement stands; not those for type checkers only."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    hidden = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
-        for statement in branch.body
-        for node in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if id(node) in hidden:
-            continue
+FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules that a file imports, wherever the statement stands and whoever it is for."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
-            if node.module == "hpctrain":
-                yield from (f"hpctrain.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: imports name their module in full"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in FILES else node.module
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+def ours(path: Path) -> set[str]:
+    return {module for module in imported(path) if module.split(".")[0] == "hpctrain"}
+
+
+def test_every_room_is_on_the_map() -> None:
+    assert {room_of(module) for module in FILES} == set(ROOMS)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_imports_flow_down(room: str) -> None:
-    allowed = ROOMS[room] | {room, "system"} | ({"run_documents"} if "run_dir" in ROOMS[room] else set())
-    wrong = [
-        f"{path.relative_to(PACKAGE)} imports {module}"
-        for path in FILES
-        if room_of(path) == room and path.name != "commands.py"
-        for module in imports(path)
-        if module.startswith("hpctrain.") and module.split(".")[1] not in allowed | {"__version__"}
-    ]
-    assert not wrong
+def test_a_room_imports_what_the_map_says(room: str) -> None:
+    found = {
+        room_of(other): f"{module} imports {other}"
+        for module, path in FILES.items()
+        if room_of(module) == room
+        for other in ours(path)
+        if other != "hpctrain"  # the version
+    }
+    found.pop(room, None)
+    allowed = set(ROOMS[room].split())
+    assert [sentence for other, sentence in found.items() if other not in allowed] == []
+    assert allowed - set(found) == set(), "permissions that nobody uses"
+
+
+def test_the_map_has_no_circle() -> None:
+    TopologicalSorter({room: set(others.split()) for room, others in ROOMS.items()}).prepare()
+
+
+def test_no_two_files_import_each_other() -> None:
+    """A package's front door may name the modules behind it: it loads them when they are asked for."""
+    graph = {
+        module: {other for other in ours(path) if other != module}
+        for module, path in FILES.items()
+        if path.name != "__init__.py"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("library", HEAVY)
 def test_heavy_libraries_stay_in_their_files(library: str) -> None:
     wrong = [
-        f"{path.relative_to(PACKAGE)} imports {module}"
-        for path in FILES
-        for module in imports(path)
-        if module.split(".")[0] == library and not HEAVY[library](path)
+        f"{module} imports {other}"
+        for module, path in FILES.items()
+        for other in imported(path)
+        if other.split(".")[0] == library and not HEAVY[library](path.relative_to(PACKAGE))
     ]
     assert not wrong
 
@@ -114,10 +130,10 @@ def test_heavy_libraries_stay_in_their_files(library: str) -> None:
 def test_nothing_is_unpickled() -> None:
     unsafe = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
     wrong = [
-        f"{path.relative_to(PACKAGE)} imports {module}"
-        for path in FILES
-        for module in imports(path)
-        if module.split(".")[0] in unsafe
+        f"{module} imports {other}"
+        for module, path in FILES.items()
+        for other in imported(path)
+        if other.split(".")[0] in unsafe
     ]
     assert not wrong
 
@@ -126,7 +142,7 @@ def test_our_own_python_processes_have_one_way_to_start() -> None:
     """-m and -c alone would run what lies in the current folder."""
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in FILES
+        for path in FILES.values()
         if path
         not in (PACKAGE / "system" / "python.py", PACKAGE / "__init__.py")  # which looks at its own command line
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -138,14 +154,14 @@ def test_our_own_python_processes_have_one_way_to_start() -> None:
 
 PROTOCOLS = {"doctor/link.py"}
 """Programs that print what another process of ours reads."""
-OWN_OUTPUT = {"launch/attempt.py", "monitor/session.py"}
+OWN_OUTPUT = {"launch/attempt.py", "monitor/rank/session.py"}
 """Those that pass on, as they come, what the launcher and the monitor's agent of the very run say."""
 
 
 def test_everything_that_is_printed_goes_through_one_function() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in FILES
+        for path in FILES.values()
         if path.relative_to(PACKAGE).as_posix() not in PROTOCOLS | OWN_OUTPUT | {"system/foreign_text.py"}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
@@ -154,9 +170,9 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 
 
 READERS = (
-    *("config_file", "run_dir", "tail", "following", "events", "report/", "watch/", "track/", "launch/last_words"),
-    *("launch/live_lock", "launch/postmortem", "launch/slurm/logs", "launch/slurm/status", "launch/slurm/watching"),
-    *("launch/slurm/ending", "launch/slurm/profile", "monitor/deaths", "monitor/exclude"),
+    *("config/loading", "run/", "report/", "watch/", "track/", "registry/", "launch/postmortem"),
+    *(f"launch/engines/slurm/{name}" for name in ("logs", "status", "profile")),
+    *("commands/slurm", "commands/report", "commands/watch", "commands/track", "monitor/chief/exclude"),
 )
 """Files whose readings of run folders and run files go through system/safe_read."""
 
@@ -164,7 +180,7 @@ READERS = (
 def test_run_folders_are_read_with_bounds() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
-        for path in FILES
+        for path in FILES.values()
         if path.relative_to(PACKAGE).as_posix().startswith(READERS)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and reads(node)

@@ -11,9 +11,9 @@ from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.supervisor import Launch, Limits, supervise
-from hpctrain.rank.plain_command import STOP_SIGNAL
 from hpctrain.run import provenance
 from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import STOP_SIGNAL
 from hpctrain.run.verdict import Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import thread_environment, threads_per_rank, usable_cores

@@ -9,7 +9,7 @@ from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
     from hpctrain.train.framework import StepResult
-    from hpctrain.train.loop import Trainer
+    from hpctrain.train.training import Training
 
 PRINT_STEPS = 32
 """Steps between looks at what the monitor has to say."""
@@ -27,16 +27,16 @@ class MonitorHook(BaseHook):
         self.steps = 0
         self.orderly = False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """See Hook."""
         if self.steps == 0:
-            self.session.starts_at(trainer.state.step - 1)
+            self.session.starts_at(training.state.step - 1)
         self.steps += 1
         if self.steps % PRINT_STEPS == 0:
             self.session.poll()
         return None
 
-    def after_fit(self, trainer: Trainer, reason: StopReason) -> None:
+    def after_fit(self, training: Training, reason: StopReason) -> None:
         """See Hook."""
         self.orderly = True
 

@@ -98,7 +98,7 @@ class Run:
         plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
         validation = [{"x": np.zeros((1, 1))}]
         trainer = Trainer(
-            alone(), framework, data, validation, lambda step: 1.0, plan, clock, [hook, *hooks], TrainState()
+            alone(), framework, lambda step: 1.0, plan, clock, TrainState(), data, validation, [hook, *hooks]
         )  # type: ignore[arg-type]
         with closing(hook), closing(data):
             trainer.fit()

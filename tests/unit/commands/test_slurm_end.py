@@ -13,13 +13,14 @@ from hpctrain.cli import main
 from hpctrain.launch.engines.slurm import client, requeue, submission
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.run.folder import RunDir
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with one running and one waiting job."""
-    entries = [client.QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
+    entries = [QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
     monkeypatch.setattr(client, "find", lambda name: name)
     monkeypatch.setattr(submission, "alive", lambda run: entries)
     monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/job.sbatch", "/", ""))

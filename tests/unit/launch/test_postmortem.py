@@ -9,8 +9,9 @@ import pytest
 from hpctrain.errors import ExitCode
 from hpctrain.launch.postmortem import died_first, missing_ranks
 from hpctrain.run import deaths
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import NODE
 
 

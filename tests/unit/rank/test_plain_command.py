@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.rank.plain_command import ending, rank
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 
 WORD = LastWord(1, "n1", 1, 1.0, 0.0)
 

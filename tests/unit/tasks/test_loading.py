@@ -19,7 +19,7 @@ def test_a_task_with_a_syntax_error(reference: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(UserError, match="fails to import: SyntaxError"):
-        load_task(reference, {}, alone(), seed=0)
+        load_task(reference, {}, alone(), seed=lambda: None)
     sys.modules.pop("broken_task", None)
 
 
@@ -34,7 +34,7 @@ def task():
 LOAD = """
 from hpctrain.comm.world import alone
 from hpctrain.tasks.loading import load_task
-load_task("late.py:task", {}, alone(), 1)
+load_task("late.py:task", {}, alone(), lambda: None)
 """
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launch.engines.slurm.client import QueueEntry
 from hpctrain.run import live_lock, standing
 from hpctrain.run.folder import RunDir
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.progress import Digest
 from hpctrain.run.standing import Life, Word
 from hpctrain.watch.screen import ASCII, clean, draw, sparkline

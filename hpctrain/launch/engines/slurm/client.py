@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.run.job import QueueEntry
 
 TIMEOUT_S = 60
 """A controller under load answers within a minute or not at all."""
@@ -36,23 +37,6 @@ class Unanswered(RunFailed):
 
 class Unheard(Unanswered):
     """The controller is down, for a restart perhaps: nothing has happened, and the same may be tried again."""
-
-
-@dataclass(frozen=True)
-class QueueEntry:
-    """One job, or one element of an array, as Slurm knows it."""
-
-    id: str
-    """123, or 120_4 for element 4 of array 120."""
-    state: str
-    """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, OUT_OF_MEMORY ..."""
-    reason: str
-    """Why it waits, or ended."""
-    elapsed: str
-    left: str
-    limit: str
-    nodes: str
-    start: str
 
 
 @dataclass(frozen=True)

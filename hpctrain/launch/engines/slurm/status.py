@@ -9,9 +9,10 @@ from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
-from hpctrain.launch.engines.slurm.submission import ALIVE, submissions
+from hpctrain.launch.engines.slurm.submission import submissions
 from hpctrain.run.event_follower import Following
 from hpctrain.run.folder import RunDir
+from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.run.progress import Digest, finding
 from hpctrain.system import foreign_text
 
@@ -71,7 +72,7 @@ def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
     return [of_run(run, entries) for run in runs]
 
 
-def of_run(run: RunDir, entries: Mapping[str, client.QueueEntry]) -> RunStatus:
+def of_run(run: RunDir, entries: Mapping[str, QueueEntry]) -> RunStatus:
     """The status of one run folder, from its newest job."""
     jobs = jobs_of(run)
     entry = newest(jobs, entries)
@@ -99,14 +100,14 @@ def jobs_of(run: RunDir) -> list[str]:
     return [each.job for each in submissions(run)]
 
 
-def known(runs: Sequence[Sequence[str]]) -> dict[str, client.QueueEntry]:
+def known(runs: Sequence[Sequence[str]]) -> dict[str, QueueEntry]:
     """What Slurm knows of the jobs of each run: the queue, and accounting of what the queue has forgotten."""
     found = {entry.id: entry for entry in client.queue([job for jobs in runs for job in jobs])}
     forgotten = [jobs[-1] for jobs in runs if jobs and not any(job in found for job in jobs)]
     return found | {entry.id: entry for entry in client.accounted(forgotten)}
 
 
-def newest(jobs: Sequence[str], entries: Mapping[str, client.QueueEntry]) -> client.QueueEntry | None:
+def newest(jobs: Sequence[str], entries: Mapping[str, QueueEntry]) -> QueueEntry | None:
     """Of a run's jobs the one that is alive, else the last one that Slurm knows."""
     found = [entries[job] for job in jobs if job in entries]
     return next((entry for entry in found if entry.state in ALIVE), found[-1] if found else None)

@@ -21,6 +21,7 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run.folder import RunDir, append_bytes, write_atomically
+from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.system import safe_read
 from hpctrain.system.json_shape import fits, is_count, is_time
 from hpctrain.system.output import say
@@ -29,11 +30,6 @@ SCRIPT, LOGS = "job.sbatch", "logs"
 """In the run folder: the script that a job is submitted with, and the folder of its log."""
 JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 """A job, or an element of an array."""
-ALIVE = (
-    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
-    *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
-)
-"""States of jobs that may still act on the run folder."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +227,7 @@ def _is_job(value: object) -> bool:
 _is_submitted = fits({"job": _is_job, "time": is_time, "cwd": str, "chain": is_count, "replaces": (_is_job, None)})
 
 
-def alive(run: RunDir) -> list[client.QueueEntry]:
+def alive(run: RunDir) -> list[QueueEntry]:
     """Jobs of the run that wait or run."""
     return [entry for entry in client.queue([each.job for each in submissions(run)]) if entry.state in ALIVE]
 

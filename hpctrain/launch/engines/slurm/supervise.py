@@ -17,12 +17,13 @@ from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import ALIVE, Submitted, record, settle, signal_s, submissions
+from hpctrain.launch.engines.slurm.submission import Submitted, record, settle, signal_s, submissions
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
-from hpctrain.rank.staged import STAGED
 from hpctrain.run import live_lock, provenance
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir, is_signal, write_atomically
+from hpctrain.run.folder import RunDir, is_signal, write_atomically
+from hpctrain.run.job import ALIVE
 from hpctrain.run.live_lock import LiveLock
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
 from hpctrain.run.verdict import NODE, PREFLIGHT, REPLACED, Action, Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank

@@ -35,6 +35,7 @@ from hpctrain.launch.engines.slurm.supervise import (
 )
 from hpctrain.monitor.chief.exclude import Exclusion, exclude
 from hpctrain.run.folder import RunDir
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, merge
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.verdict import NODE, PREFLIGHT, Action, Verdict, decide
@@ -491,7 +492,7 @@ def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, mon
         record(run, Submitted(job, 0.0, "/", place))
     run.begin_attempt(job="5")
     states = {"5": "COMPLETED", "6": "CANCELLED", "7": "CANCELLED"}
-    entries = {job: client.QueueEntry(job, state, "", "", "", "", "", "") for job, state in states.items()}
+    entries = {job: QueueEntry(job, state, "", "", "", "", "", "") for job, state in states.items()}
     monkeypatch.setattr(client, "queue", lambda ids: [entries[job] for job in ids])
     assert slurm_submit._wait(run) == ExitCode.DONE
     record(run, Submitted("8", 0.0, "/"))  # cancelled before it ran
@@ -507,7 +508,7 @@ def test_an_element_that_the_queue_has_forgotten_counts(tmp_path: Path, monkeypa
         element.create()
         element.run_yaml.touch()
         record(element, Submitted(f"7_{index}", 0.0, "/"))
-    entry = client.QueueEntry("7_1", "COMPLETED", "", "", "", "", "", "")
+    entry = QueueEntry("7_1", "COMPLETED", "", "", "", "", "", "")
     monkeypatch.setattr(client, "queue", lambda ids: [entry])
     monkeypatch.setattr(
         client, "accounted", lambda ids: [dataclasses.replace(entry, id=job, state="FAILED") for job in ids]

@@ -13,8 +13,9 @@ from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import NoRequeue, UserError
 from hpctrain.launch.engines.slurm import allocation, stage
 from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.rank.staged import STAGED, staged_args
+from hpctrain.rank.staged import staged_args
 from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import STAGED
 
 
 def staged(folder: Path, *sources: Path) -> dict[Path, Path]:

@@ -13,6 +13,7 @@ from hpctrain.commands import slurm_end, slurm_status
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, logs, status, submission
 from hpctrain.run.folder import RunDir
+from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Digest
 
@@ -83,9 +84,9 @@ def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path: Path) -> None:
 def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def answer(ids: list[str]) -> list[client.QueueEntry]:
+    def answer(ids: list[str]) -> list[QueueEntry]:
         asked.append(list(ids))
-        return [client.QueueEntry(job, "RUNNING", "", "", "", "", "", "") for job in ids if job != "5_2"]
+        return [QueueEntry(job, "RUNNING", "", "", "", "", "", "") for job in ids if job != "5_2"]
 
     monkeypatch.setattr(client, "queue", answer)
     monkeypatch.setattr(client, "accounted", lambda ids: asked.append(list(ids)) or [])
@@ -233,7 +234,7 @@ def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> No
 
 
 def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(ids: list[str]) -> list[client.QueueEntry]:
+    def silent(ids: list[str]) -> list[QueueEntry]:
         raise RunFailed("squeue refused: Unable to contact slurm controller", "try again")
 
     run = RunDir(tmp_path)

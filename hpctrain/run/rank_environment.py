@@ -1,0 +1,12 @@
+"""What a supervisor tells its ranks by environment variables."""
+
+from __future__ import annotations
+
+ATTEMPT = "HPCTRAIN_ATTEMPT"
+"""Which attempt a rank belongs to."""
+RUN_DIR = "HPCTRAIN_RUN_DIR"
+"""A rank's run folder; set where a supervisor watches."""
+STAGED = "HPCTRAIN_STAGED"
+"""JSON of copies on node-local scratch by source, as the run file writes it."""
+STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"
+"""Name of the signal that asks a plain program to stop."""

@@ -1,0 +1,25 @@
+"""A training run under way, as hooks see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.comm.world import World
+from hpctrain.train.clock import StepClock
+from hpctrain.train.framework import Framework
+from hpctrain.train.plan import Plan
+from hpctrain.train.schedule import Schedule
+from hpctrain.train.state import TrainState
+
+
+@dataclass
+class Training:
+    """Who trains what, how far it has come, and how far it is to go."""
+
+    world: World
+    framework: Framework
+    schedule: Schedule
+    """From the step to the factor on the optimizer's own learning rates."""
+    plan: Plan
+    clock: StepClock
+    state: TrainState
