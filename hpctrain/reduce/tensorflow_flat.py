@@ -49,7 +49,11 @@ class FlatGradients:
         return self.join(gradients, {LOSS: loss})
 
     def mean_loss(self, flat: tf.Tensor) -> float:
-        """The loss in a summed tensor."""
+        """The loss that was packed.
+
+        Args:
+            flat: float32[rows, 16], summed over the ranks.
+        """
         return float(flat[-1, LOSS])
 
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:

@@ -81,10 +81,10 @@ class Hook(Protocol):
         """What a checkpoint keeps of this hook; empty if there is nothing to keep.
 
         Called before ``before_fit`` too, to check it, and whenever a checkpoint begins. It is copied before training
-        goes on.
+        continues.
 
         Returns:
-            By key (no slashes): values of JSON, whose numbers are finite, and NumPy arrays of numbers of any shape.
+            Values of JSON, NaN and infinity included, and NumPy arrays of numbers, of any shape; keys without slashes.
         """
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ class RunSummary:
     """How an attempt ended."""
 
     reason: StopReason
+    """Why it ended."""
     step: int
     """Updates done, those of earlier attempts included."""
     seconds: float
@@ -33,8 +34,11 @@ class Trainer(Training):
     """Everything one rank needs to train; ``hpctrain.rank.wiring`` makes it from a run file."""
 
     data: TrainingData
+    """This rank's part of each global batch."""
     validation: Iterable[HostBatch] | None
+    """This rank's part of the validation data, in batches; None if there is none."""
     hooks: Sequence[Hook]
+    """Called in this order."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
 

@@ -92,3 +92,18 @@ def test_docs_and_examples_use_public_names_only() -> None:
     found = [(place, name) for place, source in sources() for name in used(source)]
     assert {name for _, name in found} >= {"TorchTask", "KerasTask", "CheckpointStore", "connect"}
     assert [(place, name) for place, name in found if name not in hpctrain.__all__] == []
+
+
+def test_docstrings_name_every_argument() -> None:
+    """In a process of its own: the frameworks change the environment."""
+    program = (
+        "import hpctrain, inspect, re\n"
+        "for name in hpctrain.__all__:\n"
+        "    thing = getattr(hpctrain, name)\n"
+        "    if inspect.isfunction(thing):\n"
+        "        told = re.findall(r'^ {4}(\\w+(?:, \\w+)*): ', inspect.getdoc(thing).partition('Args:')[2], re.M)\n"
+        "        missing = set(inspect.signature(thing).parameters) - set(', '.join(told).split(', '))\n"
+        "        print(*(f'{name}({one})' for one in missing))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
