@@ -91,10 +91,13 @@ def report(work: Path, picture: Path) -> None:
     hpctrain("report", run)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "chromium is needed"
-    shot = work / "report.png"
+    page, shot = work / "report.html", work / "report.png"
+    page.write_text(
+        (run / "report.html").read_text(encoding="utf-8").replace(str(work), "~/bearings"), encoding="utf-8"
+    )
     command = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1500",
-        f"--user-data-dir={work / 'profile'}", f"--screenshot={shot}", (run / "report.html").as_uri(),
+        f"--user-data-dir={work / 'profile'}", f"--screenshot={shot}", page.as_uri(),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     save_small(shot, picture)
@@ -111,8 +114,9 @@ def heat(work: Path, picture: Path) -> None:
     """The monitor's map of a run on four ranks, one of which is slowed."""
     (work / "slow.py").write_text(SLOW)
     run = work / "slow"
-    words = ("--task", "slow.py:task", "--train.epochs", "15", "--run_dir", run, "--monitor.window_steps", "16")
-    hpctrain("run", "-n", 4, "bearings.yaml", *words, "--checkpoint.best_metric", "null", cwd=work, timeout=300)
+    options = "--task slow.py:task --train.epochs 15 --monitor.window_steps 16 --reduce.kind mpi"
+    options += " --checkpoint.best_metric null"
+    hpctrain("run", "-n", 4, "bearings.yaml", *options.split(), "--run_dir", run, cwd=work, timeout=300)
     print(hpctrain("explain", run).stdout)
     save_small(run / "monitor" / "heat.png", picture)
 
