@@ -43,7 +43,10 @@ class Hook(Protocol):
 
     def before_fit(self, training: Training) -> StopReason | None:
         """The model is built, equal on all ranks and resumed, ``load_state_dict`` included; nothing has been trained
-        in this attempt.
+        in this attempt. A hook that has ended the run before returns its reason again; otherwise training continues.
+
+        Args:
+            training: the run, with the state that it begins or resumes from.
 
         Returns:
             A reason to end the run before its first step, or None.
@@ -72,10 +75,19 @@ class Hook(Protocol):
         """
 
     def end_step(self, training: Training) -> None:
-        """All hooks have seen the step. Checkpoints are made here: change no state that is saved."""
+        """All hooks have seen the step. Checkpoints are made here: change no state that is saved.
+
+        Args:
+            training: its ``state`` counts this step's update.
+        """
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """The loop has ended in an orderly way. Change no state that is saved."""
+        """The loop has ended in an orderly way. Change no state that is saved.
+
+        Args:
+            training: its ``state`` is the last one of this attempt.
+            reason: why the loop has ended.
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of this hook; empty if there is nothing to keep.
