@@ -2,6 +2,8 @@
 # make test   set up, then run every test (those for Slurm and GPUs where there are some)
 # make check  before every commit: style, types, unit tests; under a minute
 # make torture  kill ranks 200 times at random moments, and resume; train every layer on 4 ranks; half an hour
+# make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
+# make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
 # make bench  measure on this machine what the documentation states
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
@@ -9,10 +11,10 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint torture bench clean setup setup-dev
+.PHONY: demo test check lint docs docs-pictures torture bench clean setup setup-dev
 
 demo: setup
-	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml
+	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml --reduce.kind horovod
 	@echo "Results: runs/digits-torch (events.jsonl, checkpoints/, logs/). A page of plots: $(BIN)/hpctrain report runs/digits-torch"
 
 test: setup-dev
@@ -27,6 +29,13 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck env/*.sh .ci/run
+
+docs: setup-dev
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+	@echo "Site: build/docs/index.html"
+
+docs-pictures: setup-dev
+	$(BIN)/python -m tests.support.pictures docs/pictures
 
 torture: setup-dev
 	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py

@@ -3,9 +3,7 @@
 import torch
 from torch.nn import functional
 
-from hpctrain.comm.world import connect
-from hpctrain.config.sections import ReduceConfig
-from hpctrain.reduce.torch_reducer import broadcast, measured_reducer
+from hpctrain import ReduceConfig, connect, torch_broadcast, torch_reducer
 
 BATCH, STEPS = 64, 200  # samples of all ranks together
 
@@ -13,7 +11,7 @@ torch.manual_seed(0)
 world = connect()
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-broadcast(world.data, list(model.state_dict().values()), "receive the weights")
+torch_broadcast(world.data, list(model.state_dict().values()), "receive the weights")
 
 points = torch.rand(4096, 2) * 4 - 2
 values = (points[:, :1] * points[:, 1:]).sin()
@@ -28,7 +26,7 @@ def gradients(reducer, step=0):
     return reducer.exchange(loss.detach()).loss
 
 
-reducer = measured_reducer(ReduceConfig(kind="auto"), world, model, rehearse=gradients)
+reducer = torch_reducer(ReduceConfig(), world, model, rehearse=gradients)
 for step in range(STEPS):
     loss = gradients(reducer, step)
     optimizer.step()

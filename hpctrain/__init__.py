@@ -1,6 +1,8 @@
 """Batch training of neural networks on HPC clusters: Horovod and MPI, HDF5, Slurm.
 
-The names below are imported when they are first used, so that ``import hpctrain`` loads no framework and no MPI.
+The names below are all that the docs and examples use; docs/stability.md says what they promise. Each is imported when
+it is first used, so that ``import hpctrain`` loads no framework and no MPI. None has the name of a subpackage, which
+would take its place when it is imported.
 """
 
 import sys
@@ -16,26 +18,149 @@ if (
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from hpctrain.checkpoint.reading import Loaded
+    from hpctrain.checkpoint.retention import Retention
+    from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
+    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.comm.group import Group
     from hpctrain.comm.world import World, connect
+    from hpctrain.config.loading import load as load_config
+    from hpctrain.config.sections import Config, MonitorConfig, ReduceConfig
+    from hpctrain.data.dataset import Dataset, Field
+    from hpctrain.data.formats.sources import open_dataset
+    from hpctrain.data.packing.source import from_dataset
+    from hpctrain.data.packing.write import write_hdf5
+    from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
+    from hpctrain.monitor.rank.clock import RingClock as MonitorClock
+    from hpctrain.monitor.rank.session import Session as MonitorSession
+    from hpctrain.monitor.rank.session import start as start_monitor
+    from hpctrain.rank.fit import fit
+    from hpctrain.reduce.tensorflow_flat import FlatGradients as KerasGradients
+    from hpctrain.reduce.tensorflow_reducer import Reducer as KerasReducer
+    from hpctrain.reduce.tensorflow_reducer import broadcast as keras_broadcast
+    from hpctrain.reduce.tensorflow_reducer import measured_reducer as keras_reducer
+    from hpctrain.reduce.torch_reducer import Reducer as TorchReducer
+    from hpctrain.reduce.torch_reducer import broadcast as torch_broadcast
+    from hpctrain.reduce.torch_reducer import measured_reducer as torch_reducer
     from hpctrain.tasks.definition import KerasTask, TorchTask
+    from hpctrain.track.sink import Sink
+    from hpctrain.train.framework import StepResult
+    from hpctrain.train.hooks import BaseHook, Hook, StopReason
+    from hpctrain.train.loop import RunSummary, Trainer
+    from hpctrain.train.state import TrainState
+    from hpctrain.train.training import Training
 
 _HOMES = {
-    "World": "hpctrain.comm.world",
-    "connect": "hpctrain.comm.world",
-    "TorchTask": "hpctrain.tasks.definition",
-    "KerasTask": "hpctrain.tasks.definition",
+    "BaseHook": "hpctrain.train.hooks:BaseHook",
+    "CheckpointStore": "hpctrain.checkpoint.store:CheckpointStore",
+    "Config": "hpctrain.config.sections:Config",
+    "Dataset": "hpctrain.data.dataset:Dataset",
+    "ExitCode": "hpctrain.errors:ExitCode",
+    "Field": "hpctrain.data.dataset:Field",
+    "Group": "hpctrain.comm.group:Group",
+    "Hook": "hpctrain.train.hooks:Hook",
+    "HpctrainError": "hpctrain.errors:HpctrainError",
+    "KerasGradients": "hpctrain.reduce.tensorflow_flat:FlatGradients",
+    "KerasReducer": "hpctrain.reduce.tensorflow_reducer:Reducer",
+    "KerasTask": "hpctrain.tasks.definition:KerasTask",
+    "Loaded": "hpctrain.checkpoint.reading:Loaded",
+    "MonitorClock": "hpctrain.monitor.rank.clock:RingClock",
+    "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
+    "MonitorSession": "hpctrain.monitor.rank.session:Session",
+    "NoRequeue": "hpctrain.errors:NoRequeue",
+    "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
+    "Retention": "hpctrain.checkpoint.retention:Retention",
+    "RunFailed": "hpctrain.errors:RunFailed",
+    "RunSummary": "hpctrain.train.loop:RunSummary",
+    "Saver": "hpctrain.checkpoint.saver:Saver",
+    "Sink": "hpctrain.track.sink:Sink",
+    "StepResult": "hpctrain.train.framework:StepResult",
+    "StopReason": "hpctrain.train.hooks:StopReason",
+    "TorchReducer": "hpctrain.reduce.torch_reducer:Reducer",
+    "TorchTask": "hpctrain.tasks.definition:TorchTask",
+    "TrainState": "hpctrain.train.state:TrainState",
+    "Trainer": "hpctrain.train.loop:Trainer",
+    "Training": "hpctrain.train.training:Training",
+    "UserError": "hpctrain.errors:UserError",
+    "World": "hpctrain.comm.world:World",
+    "array_tensors": "hpctrain.checkpoint.saver:array_tensors",
+    "connect": "hpctrain.comm.world:connect",
+    "fit": "hpctrain.rank.fit:fit",
+    "from_dataset": "hpctrain.data.packing.source:from_dataset",
+    "keras_broadcast": "hpctrain.reduce.tensorflow_reducer:broadcast",
+    "keras_reducer": "hpctrain.reduce.tensorflow_reducer:measured_reducer",
+    "load_config": "hpctrain.config.loading:load",
+    "open_dataset": "hpctrain.data.formats.sources:open_dataset",
+    "open_saver": "hpctrain.checkpoint.saver:open_saver",
+    "start_monitor": "hpctrain.monitor.rank.session:start",
+    "torch_broadcast": "hpctrain.reduce.torch_reducer:broadcast",
+    "torch_reducer": "hpctrain.reduce.torch_reducer:measured_reducer",
+    "write_hdf5": "hpctrain.data.packing.write:write_hdf5",
 }
+"""Where each name is defined: module:attribute."""
 
-__all__ = ["KerasTask", "TorchTask", "World", "__version__", "connect"]
+__all__ = [
+    "BaseHook",
+    "CheckpointStore",
+    "Config",
+    "Dataset",
+    "ExitCode",
+    "Field",
+    "Group",
+    "Hook",
+    "HpctrainError",
+    "KerasGradients",
+    "KerasReducer",
+    "KerasTask",
+    "Loaded",
+    "MonitorClock",
+    "MonitorConfig",
+    "MonitorSession",
+    "NoRequeue",
+    "ReduceConfig",
+    "Retention",
+    "RunFailed",
+    "RunSummary",
+    "Saver",
+    "Sink",
+    "StepResult",
+    "StopReason",
+    "TorchReducer",
+    "TorchTask",
+    "TrainState",
+    "Trainer",
+    "Training",
+    "UserError",
+    "World",
+    "__version__",
+    "array_tensors",
+    "connect",
+    "fit",
+    "from_dataset",
+    "keras_broadcast",
+    "keras_reducer",
+    "load_config",
+    "open_dataset",
+    "open_saver",
+    "start_monitor",
+    "torch_broadcast",
+    "torch_reducer",
+    "write_hdf5",
+]
 
 
 def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

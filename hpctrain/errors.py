@@ -24,6 +24,7 @@ class HpctrainError(Exception):
     """What went wrong in one sentence, how to fix it in another, and the exit code it ends the run with."""
 
     exit_code = ExitCode.FAILURE
+    """What a process that it ends exits with."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -41,6 +42,7 @@ class UserError(HpctrainError):
     """The user's mistake: exit code 64."""
 
     exit_code = ExitCode.USER_ERROR
+    """64."""
 
 
 class RunFailed(HpctrainError):
@@ -51,6 +53,7 @@ class NoRequeue(HpctrainError):
     """The run broke in a way that running again will not cure: exit code 76."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
+    """76."""
 
 
 class Replaced(NoRequeue):

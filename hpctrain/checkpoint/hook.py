@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
-from hpctrain.checkpoint.identity import finite, identity_of, versions
+from hpctrain.checkpoint.hook_state import restore, state_of
+from hpctrain.checkpoint.identity import identity_of, versions
 from hpctrain.checkpoint.policy import Cost, Policy, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
@@ -30,7 +31,7 @@ from hpctrain.train.hooks import BaseHook, StopReason
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.config.sections import CheckpointConfig, Config
-    from hpctrain.train.framework import StepResult
+    from hpctrain.train.hooks import Hook
     from hpctrain.train.training import Training
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
@@ -48,6 +49,8 @@ class CheckpointHook(BaseHook):
     after one step and taken after the next, so that no rank ever waits for it.
     """
 
+    name = "checkpoint"
+
     def __init__(
         self,
         store: CheckpointStore,
@@ -55,6 +58,7 @@ class CheckpointHook(BaseHook):
         config: CheckpointConfig,
         identity: Mapping[str, Any],
         report: Callable[..., object],
+        hooks: Sequence[Hook] = (),
         fresh: bool = False,
     ) -> None:
         """
@@ -64,6 +68,7 @@ class CheckpointHook(BaseHook):
             config: how to save.
             identity: what a resumed run must share; see ``changes``.
             report: called on rank 0 as report(event, step, **fields); does not raise.
+            hooks: whose state is saved and restored with the run's; they stand behind this one.
             fresh: do not resume.
         """
         self.store = store
@@ -71,6 +76,7 @@ class CheckpointHook(BaseHook):
         self.config = config
         self.identity = identity
         self.report = report
+        self.hooks: Sequence[Hook] = (self, *hooks)
         self.fresh = fresh
         self.saver: Saver | None = None
         self.agreement: Callable[[], Any] | None = None
@@ -82,10 +88,12 @@ class CheckpointHook(BaseHook):
         self.preparations = 0
         self.due = False
         self.is_best = False
+        self.best: float | None = None
         self.best_step: int | None = None
 
     def before_fit(self, training: Training) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""
+        state_of(self.hooks)  # what cannot be saved is refused now
         self.constant = {
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
@@ -101,6 +109,7 @@ class CheckpointHook(BaseHook):
             self.saver.protected |= best_steps(self.store)
             rejected = [dataclasses.asdict(one) for one in loaded.rejected]
             self._report("resumed", loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected)
+            self._say(f"state of hook {name} is left out: this run has none" for name in restore(self.hooks, loaded))
         elif self.config.init_from:
             from hpctrain.checkpoint.initial import load_initial
 
@@ -114,15 +123,14 @@ class CheckpointHook(BaseHook):
             return None
         if self.config.best_metric not in metrics:
             raise missing_metric(self.config.best_metric, metrics)
-        value, best = metrics[self.config.best_metric], training.state.checkpoint_best
-        sign = 1 if self.config.best_mode == "min" else -1
-        if math.isfinite(value) and (best is None or sign * value < sign * best):
-            training.state.checkpoint_best = value
+        value, sign = metrics[self.config.best_metric], 1 if self.config.best_mode == "min" else -1
+        if math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
+            self.best = value
             self.is_best = True
         return None
 
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """Goes on with the checkpoint in flight, and begins one that is due."""
+    def end_step(self, training: Training) -> None:
+        """Advances the checkpoint in flight, and begins one that is due."""
         assert self.saver is not None, "before_fit opens the saver"
         least = self._agreed()
         self._settle(self.saver.advance(least[:2]))
@@ -138,13 +146,12 @@ class CheckpointHook(BaseHook):
         elif self.preparations < PREPARATIONS:
             self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
-                self.saver.prepare(training.framework.state())
+                self.saver.prepare([*training.framework.state(), *state_of(self.hooks).tensors])
         training.clock.mark(Phase.CHECKPOINT)
         late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)
         flags = np.append(self.saver.flags(), np.int64(not_due))
         self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
-        return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Saves the end of the attempt, and returns when it is durable. Raises RunFailed where it cannot be."""
@@ -155,6 +162,17 @@ class CheckpointHook(BaseHook):
         if self.saved_step != training.state.step:
             self._begin(training)
             self._settle(self.saver.finish()).path_or_raise()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value of the watched metric."""
+        if self.config.best_metric is None:
+            return {}
+        return {"metric": self.config.best_metric, "mode": self.config.best_mode, "best": self.best}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The best value of another metric means nothing for this one."""
+        if (saved["metric"], saved["mode"]) == (self.config.best_metric, self.config.best_mode):
+            self.best = saved["best"]
 
     def close(self) -> None:
         """See Hook."""
@@ -171,19 +189,21 @@ class CheckpointHook(BaseHook):
         """Snapshot of all state at this step."""
         assert self.saver is not None, "before_fit opens the saver"
         begin = time.monotonic()
-        tensors = training.framework.state()
+        framework, step, hooks = training.framework, training.state.step, state_of(self.hooks)
+        tensors = framework.state()
         if self.config.verify_replicated:
-            verify_replicated(self.store.group, training.framework, training.state.step)
+            verify_replicated(self.store.group, [*tensors, *hooks.to_compare()], framework.synchronize, step)
         meta = {
-            "state": finite(training.state.to_json(), None),
-            "framework": training.framework.name,
+            "state": training.state.to_json(),
+            "hooks": hooks.texts,
+            "framework": framework.name,
             "best": self.is_best,
             "time": time.time(),
             **self.constant,
         }
-        self.saver.begin(tensors, training.state.step, meta, training.framework.synchronize)
+        self.saver.begin([*tensors, *hooks.tensors], step, meta, framework.synchronize)
         if self.is_best:
-            self.best_step = training.state.step
+            self.best_step = step
         self.due = self.is_best = False
         self.last_s = time.monotonic()
         self.stall_s = self.last_s - begin
@@ -213,10 +233,15 @@ class CheckpointHook(BaseHook):
     def _report(self, event: str, step: int, **fields: Any) -> None:
         """On rank 0."""
         if self.store.group.rank == 0:
-            with suppress(OSError):  # the job's output may be on the disk that is full
-                for line in told(event, step, fields):
-                    foreign_text.show(line)
+            self._say(told(event, step, fields))
             self.report(event, step, **fields)
+
+    def _say(self, lines: Iterable[str]) -> None:
+        """To a person, on rank 0."""
+        if self.store.group.rank == 0:
+            with suppress(OSError):  # the job's output may be on the disk that is full
+                for line in lines:
+                    foreign_text.show(line)
 
 
 def told(event: str, step: int, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -241,6 +266,7 @@ def checkpoint_hook(
     global_batch: int,
     fingerprint: str,
     report: Callable[..., object],
+    hooks: Sequence[Hook] = (),
     fresh: bool = False,
 ) -> CheckpointHook:
     """The hook of a run.
@@ -252,13 +278,14 @@ def checkpoint_hook(
         global_batch: samples of one update, as resolved for this number of ranks.
         fingerprint: of the training data.
         report: takes events on rank 0: report(event, step, **fields); does not raise.
-        fresh: begin anew although there are checkpoints.
+        hooks: whose state is saved and restored with the run's.
+        fresh: begin again although there are checkpoints.
     """
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
     attempt = current_attempt()
     store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: run_dir.check_fence(attempt))
     identity = identity_of(config, global_batch, fingerprint)
-    return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, identity, report, fresh)
+    return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, identity, report, hooks, fresh)
 
 
 def writers(mode: str, world: World) -> list[int]:

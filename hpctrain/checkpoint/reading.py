@@ -33,10 +33,13 @@ class Loaded:
     """A checkpoint's contents, verified."""
 
     step: int
+    """Of the checkpoint."""
     path: Path
+    """Its folder."""
     ranks: int
     """Ranks of the run that saved it."""
     meta: dict[str, Any]
+    """What was saved as ``meta``."""
     arrays: dict[str, NDArray[Any]]
     """By name; bfloat16 as uint16. Where the number of ranks differs from the saved one: without random states of
     ranks, and with the mean of what other floating-point state the ranks had of their own."""

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.comm.group import Group
 from hpctrain.errors import RunFailed
-from hpctrain.train.state import Placement
-
-if TYPE_CHECKING:
-    from hpctrain.train.framework import Framework
+from hpctrain.train.state import Placement, StateTensor
 
 
-def verify_replicated(group: Group, framework: Framework, step: int) -> None:
+def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize: Callable[[], None], step: int) -> None:
     """Raises RunFailed, on all ranks, where a tensor that should be equal on all of them is not. Collective; slow."""
     sums = {}
-    for tensor in framework.state():
+    for tensor in tensors:
         if tensor.placement is Placement.REPLICATED:
             value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
             tensor.copy_into(value)
-            framework.synchronize()
+            synchronize()
             sums[tensor.name] = zlib.crc32(value.tobytes())
     of_ranks = group.allgather(sums, "compare what should be equal")
     unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]

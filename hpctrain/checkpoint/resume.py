@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.checkpoint.files import REFUSED, judged
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
-from hpctrain.checkpoint.resume_compat import flat, refuse_changes
+from hpctrain.checkpoint.resume_compat import refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 
 if TYPE_CHECKING:
     from hpctrain.train.framework import Framework
     from hpctrain.train.state import TrainState
-
-BEST = ("checkpoint.best_metric", "checkpoint.best_mode")
-WATCHED = ("train.early_stop.metric", "train.early_stop.mode")
-"""Keys by which the best values of a run's state are meant."""
 
 
 def resume(
@@ -56,11 +52,6 @@ def resume(
     if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
-    before, now = flat(loaded.meta["identity"]["config"]), flat(identity["config"])
-    if any(before.get(key) != now.get(key) for key in BEST):
-        state.checkpoint_best = None  # of another metric
-    if any(before.get(key) != now.get(key) for key in WATCHED):
-        state.early_stop_best, state.evaluations_since_best = None, 0
     return loaded
 
 

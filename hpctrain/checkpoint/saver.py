@@ -324,13 +324,24 @@ def open_saver(
     writers: Sequence[int] | None = None,
     allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
 ) -> Saver:
-    """A saver for the ranks of a store's group, all of which write unless told otherwise. Collective."""
+    """A saver for the ranks of a store's group. Collective.
+
+    Args:
+        store: where to.
+        writers: ranks that share the writing of replicated state; by default all.
+        allocate: gives staging memory of a number of bytes, uint8, contiguous.
+    """
     token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
     return Saver(store, store.group, writers if writers is not None else range(store.group.size), token, allocate)
 
 
 def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:
-    """State tensors over host arrays, replicated ones first."""
+    """State tensors over host arrays, replicated ones first.
+
+    Args:
+        arrays: by name, slashes making groups; equal on all ranks.
+        rank_arrays: by name; each rank's own.
+    """
     return [ArrayTensor(name, host_array(array)) for name, array in arrays.items()] + [
         ArrayTensor(name, host_array(array), Placement.RANK) for name, array in rank_arrays.items()
     ]

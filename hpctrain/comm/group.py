@@ -25,7 +25,12 @@ class Group:
     """Ranks that act together. Without a communicator it is a group of one, and every collective returns at once.
 
     Values travel as JSON, never as pickles. All calls are collective: every rank of the group makes them in the same
-    order, from its main thread.
+    order, from its main thread. Each takes ``what``, which completes the sentence "rank 3 waited 900 s for the other
+    ranks to ...", and ``timeout_s``, the seconds after which it raises RunFailed with that sentence.
+
+    Args:
+        name: of the group, for people.
+        comm: an mpi4py communicator that nothing else uses.
     """
 
     def __init__(self, name: str, comm: MPI.Comm | None = None) -> None:
@@ -35,12 +40,23 @@ class Group:
         self.size: int = comm.Get_size() if comm else 1
 
     def barrier(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Returns when every rank has arrived."""
+        """Returns when every rank has arrived.
+
+        Args:
+            what: see Group.
+            timeout_s: see Group.
+        """
         if self.comm:
             self._wait(self.comm.Ibarrier(), what, timeout_s)
 
     def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """The JSON-able values of all ranks, in rank order."""
+        """The values of all ranks, in rank order.
+
+        Args:
+            value: anything JSON can hold.
+            what: see Group.
+            timeout_s: see Group.
+        """
         if not self.comm:
             return [value]
         mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
@@ -52,7 +68,14 @@ class Group:
         return [json.loads(everything[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
 
     def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
-        """The root's JSON-able value, on every rank."""
+        """The root's value, on every rank.
+
+        Args:
+            value: anything JSON can hold; the other ranks' is ignored.
+            what: see Group.
+            root: rank that has the value.
+            timeout_s: see Group.
+        """
         if not self.comm:
             return value
         data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.rank == root else None
@@ -63,7 +86,16 @@ class Group:
         return json.loads(buffer.tobytes())
 
     def sum(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
-        """Elementwise sum over the ranks of an array of the same shape and dtype on each; a new array."""
+        """Elementwise sum over the ranks.
+
+        Args:
+            values: numbers, of the same shape and dtype on every rank.
+            what: see Group.
+            timeout_s: see Group.
+
+        Returns:
+            A new array.
+        """
         total = np.array(values)
         if self.comm:
             from mpi4py import MPI
@@ -72,16 +104,31 @@ class Group:
         return total
 
     def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
-        """Overwrites a C-contiguous array with the root's, in place."""
+        """Overwrites an array with the root's, in place.
+
+        Args:
+            values: C-contiguous, of the same shape and dtype on every rank.
+            what: see Group.
+            root: rank that has the values.
+            timeout_s: see Group.
+        """
         if self.comm:
             everything = values.reshape(-1).view(np.uint8)
             for begin in range(0, everything.size, LARGEST_BYTES):
                 self._wait(self.comm.Ibcast(everything[begin : begin + LARGEST_BYTES], root), what, timeout_s)
 
     def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
-        """Starts an elementwise minimum over the ranks; the returned function waits for it.
+        """Starts an elementwise minimum over the ranks.
 
         Started at one step and taken at the next, it costs neither: everyone has long arrived.
+
+        Args:
+            values: numbers, of the same shape and dtype on every rank.
+            what: see Group.
+            timeout_s: see Group.
+
+        Returns:
+            A function that waits for the minimum and returns it.
         """
         least = np.array(values)
         if not self.comm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,6 @@ from hpctrain.system import foreign_text
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
     from hpctrain.rank.session import Outcome, Session
-    from hpctrain.reduce.choice import Choice
-    from hpctrain.run.folder import RunDir
     from hpctrain.train.framework import Framework
 
 
@@ -49,28 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, session: Session) -> Outcome:
     """From the run file to the end of the loop."""
-    from hpctrain.monitor.rank.session import start as start_monitor
-    from hpctrain.rank import wiring
-    from hpctrain.rank.session import Outcome
+    from hpctrain.rank.fit import train as train_rank
 
     with session.phase("read the run file"):
         config = load(args.run_file, args.overrides)
-    run_dir = session.join_run(config)
-    with session.phase("make the task"):
-        problem = wiring.make_problem(config, session.world)
-    wiring.require_same_data(problem, session.world)
-    with ExitStack() as stack:
-        monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
-        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock)
-        stack.enter_context(closing(framework))
-        keep_reducer(framework, session, run_dir)
-        hooks = wiring.make_hooks(config, session, run_dir, problem, monitor, args.fresh)
-        for hook in hooks:
-            stack.enter_context(closing(hook))
-        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, hooks)
-        stack.enter_context(closing(trainer.data))
-        summary = trainer.fit()
-        return Outcome(summary.reason, summary.step, framework.weights_hash())
+    _, outcome = train_rank(session, config, fresh=args.fresh)
+    return outcome
 
 
 def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
@@ -144,25 +126,3 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         store = CheckpointStore(RunDir.for_config(config).checkpoints, group=session.world.everyone)
         loaded = load_weights(framework, store, args.step)
         yield config, framework, problem, loaded.step
-
-
-def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> None:
-    """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept."""
-    from hpctrain.errors import RunFailed
-
-    size = session.world.size
-    saved: dict[str, Any] = {}
-    if session.world.rank == 0:
-        saved = run_dir.info().get("reducer") or {}
-    saved = session.world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
-    if saved.get("ranks") == size and framework.chosen_reducer is None:
-        framework.chosen_reducer = saved["reducer"]
-
-    def announce(choice: Choice) -> None:
-        if session.world.rank == 0:
-            try:
-                run_dir.update(reducer={"ranks": size, **choice.to_event()})
-            except RunFailed as error:
-                session.warn(f"{error.what}; training goes on, a resumed run measures its reducers again")
-
-    framework.announce = announce

@@ -48,7 +48,7 @@ class Dataset(Protocol):
         """Number of samples, at least 1."""
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """New, writable, C-contiguous arrays of shape [len(indices), *field.shape], in the order of the indices.
+        """New, writable, C-contiguous arrays of shape ``[len(indices), *field.shape]``, in the order of the indices.
 
         Args:
             indices: int64[n], each 0 to ``len(self) - 1``, in any order, repeats allowed.

@@ -71,6 +71,8 @@ class Session:
     signals: StopSignals
     verbose: bool = False
     supervised: bool = False
+    raises: bool = False
+    """Whether this process is a program that gets the error, rather than ours that shows it."""
     run_dir: RunDir | None = None
     holding: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """The run folder's lock, where there is no supervisor to hold it."""
@@ -182,13 +184,15 @@ class Session:
         code = exit_code(error)
         self.end(Ending.FAILED, code, error=ErrorWord(what, fix, type(error).__name__, trace))
         unexpected = not isinstance(error, HpctrainError)
-        if self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1):
+        shown = not (self.raises and self.world.size == 1)
+        if shown and (self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1)):
             with contextlib.suppress(OSError):  # the log's disk may be full, and the others must still be ended
                 foreign_text.show(trace, sys.stderr)
         if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
             first = lowest_failing(told)
         if not self.supervised and self.shows(first):
-            self.tell(what, fix)
+            if shown:
+                self.tell(what, fix)
             self.conclude()
         if first is None and self.errors.comm is not None:
             self.errors.comm.Abort(code)
@@ -221,6 +225,13 @@ class Session:
         with contextlib.suppress(OSError):
             os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 
+    def leave(self) -> None:
+        """What a later call of the same program must not find."""
+        if not self.supervised:
+            os.environ.pop(ATTEMPT, None)
+        if self.user_stderr != 2:
+            os.close(self.user_stderr)
+
     def conclude(self) -> None:
         """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""
         if self.run_dir is None or not (self.world.rank == 0 or self.word.ending is Ending.FAILED):
@@ -235,12 +246,30 @@ class Session:
         self.holding.close()
 
 
+@dataclass(frozen=True)
+class End:
+    """How a rank's work ended."""
+
+    exit_code: int
+    error: BaseException | None = None
+
+
 def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
-    """Runs one rank's work; the process's exit code.
+    """Runs one rank's work; the process's exit code. See ``attend``."""
+    return attend(body, verbose).exit_code
+
+
+def attend(body: Callable[[Session], Outcome], verbose: bool = False, raises: bool = False) -> End:
+    """Runs one rank's work.
 
     Connects to the other ranks, calls ``body`` and leaves a last word. Start-up parts inside ``body`` stand in
     ``session.phase``; an error there, or one that all ranks share, ends all ranks alike, and is shown once. An error
     on some ranks only is shown by one of them, which ends the others through MPI within seconds.
+
+    Args:
+        body: the work; returns how it ended well.
+        verbose: leave output where it goes.
+        raises: the caller will raise the error: a single rank does not show it.
     """
     os.environ.update(quiet_environment(verbose, os.environ))
     supervised = RUN_DIR in os.environ
@@ -248,27 +277,28 @@ def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
         processes.die_with_parent()
     signals = StopSignals() if supervised else InterruptibleStopSignals()
     signals.install()
-    session = Session(alone(), Group("errors"), signals, verbose, supervised)
+    session = Session(alone(), Group("errors"), signals, verbose, supervised, raises)
     try:
         session.world = connect()
         session.errors = _own_channel(session.world)
         if supervised:
             session.open(RunDir(Path(os.environ[RUN_DIR])))
-        return session.finish(body(session))
+        return End(session.finish(body(session)))
     except PeerFailed as error:
         session.end(Ending.TAKEN_DOWN, error.exit_code, note=str(error))
         if not supervised and session.world.rank == 0:
             session.conclude()
-        return error.exit_code
+        return End(error.exit_code, error)
     except Agreed as agreed:
         assert agreed.__cause__ is not None
-        return session.fail(agreed.__cause__, agreed.first)
+        return End(session.fail(agreed.__cause__, agreed.first), agreed.__cause__)
     except BaseException as error:
         if session.run_dir is None and supervised:  # it never joined: its word has no rank
             session.run_dir = RunDir(Path(os.environ[RUN_DIR]))
-        return session.fail(error, None)
+        return End(session.fail(error, None), error)
     finally:
         signals.restore()
+        session.leave()
 
 
 def lowest_failing(told: Sequence[Any]) -> int:

@@ -133,9 +133,19 @@ def make_validation(config: Config, world: World, dataset: Dataset) -> Validatio
 
 
 def make_hooks(
-    config: Config, session: Session, run_dir: RunDir, problem: Problem, monitor: MonitorSession, fresh: bool
+    config: Config,
+    session: Session,
+    run_dir: RunDir,
+    problem: Problem,
+    monitor: MonitorSession,
+    more: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    fresh: bool = False,
 ) -> list[Hook]:
-    """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved."""
+    """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved.
+
+    ``more`` and ``sinks`` are the caller's own.
+    """
     refuse_metrics_of_nothing(config, problem)
     world = session.world
     hooks: list[Hook] = []
@@ -143,13 +153,14 @@ def make_hooks(
     hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
+    stateful = [*([EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []), *more]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
-        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, fresh))
-    if config.train.early_stop.metric is not None:
-        hooks.append(EarlyStop(config.train.early_stop))  # behind what restores its count
+        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
+    hooks += stateful  # behind what restores their state
     hooks.append(MonitorHook(monitor))
-    hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, make_sinks(config, session, run_dir)))
+    all_sinks = [*make_sinks(config, session, run_dir), *(sinks if world.rank == 0 else ())]
+    hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks))
     return hooks
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from hpctrain.reduce.exchange_slots import SLOTS
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS
 from hpctrain.reduce.layout import ALIGNMENT, plan
 
 ROW = ALIGNMENT
@@ -16,7 +16,12 @@ ROW = ALIGNMENT
 
 
 class FlatGradients:
-    """float32[rows, 16]: each gradient begins on a row of its own, last layers first; the last row is for totals.py."""
+    """All gradients as float32[rows, 16]: each begins on a row of its own, last layers first; the last row is for sums
+    that travel along, such as the loss.
+
+    Args:
+        variables: those to train, in the order in which gradients are given and returned.
+    """
 
     def __init__(self, variables: Sequence[keras.Variable]) -> None:
         self.shapes = [tuple(variable.shape) for variable in variables]
@@ -30,6 +35,26 @@ class FlatGradients:
             rows += [tf.reshape(tf.cast(gradient, tf.float32), (size,)), tf.zeros(-size % ROW)]
         last = [tf.cast(slots.get(slot, 0.0), tf.float32) for slot in range(SLOTS)]
         return tf.reshape(tf.concat([*rows, tf.stack(last)], 0), (-1, ROW))
+
+    def pack(self, gradients: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+        """Gradients and a scalar loss as one tensor, to be summed over the ranks.
+
+        Args:
+            gradients: in the order of the variables, each of its variable's shape.
+            loss: this rank's part of the mean loss over all ranks' samples.
+
+        Returns:
+            float32[rows, 16].
+        """
+        return self.join(gradients, {LOSS: loss})
+
+    def mean_loss(self, flat: tf.Tensor) -> float:
+        """The loss that was packed.
+
+        Args:
+            flat: float32[rows, 16], summed over the ranks.
+        """
+        return float(flat[-1, LOSS])
 
     def split(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """The float32 gradients in such a tensor, in the variables' order; no copies of those that fill their rows."""

@@ -181,7 +181,13 @@ def possible(config: ReduceConfig, world: World) -> list[Candidate]:
 
 
 def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None:
-    """Overwrites variables with those of rank 0."""
+    """Overwrites variables with those of the group's rank 0. Collective.
+
+    Args:
+        group: the ranks, such as ``world.data``.
+        variables: of the same shapes and types on every rank.
+        what: completes "waited for the other ranks to ..." in an error.
+    """
     if group.comm is None:
         return
     for variable in variables:

@@ -227,7 +227,13 @@ class _ModelRehearsal:
 
 
 def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
-    """Overwrites tensors with those of rank 0."""
+    """Overwrites tensors with those of the group's rank 0. Collective.
+
+    Args:
+        group: the ranks, such as ``world.data``.
+        tensors: on any device, of the same shapes and types on every rank.
+        what: completes "waited for the other ranks to ..." in an error.
+    """
     if group.comm is None:
         return
     for tensor in tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -60,6 +60,24 @@ def redirect(log: Path, keep_stdout: bool) -> int:
             os.dup2(handle, 1)
         os.close(handle)
     return kept
+
+
+@contextlib.contextmanager
+def kept_output() -> Iterator[None]:
+    """Points standard output and error back to where they went before, if the body ends well.
+
+    After an error they stay: the tracebacks of many ranks belong into their logs.
+    """
+    kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, former in kept.items():
+            os.dup2(former, descriptor)
+    finally:
+        for former in kept.values():
+            os.close(former)
 
 
 def say(text: str) -> None:

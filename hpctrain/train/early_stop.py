@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.sections import EarlyStopConfig
 from hpctrain.errors import UserError
@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 
 class EarlyStop(BaseHook):
-    """Counts evaluations since the best one; best and count live in the run's state, so that they survive a resume."""
+    """Counts evaluations since the best one; best and count are saved with the run."""
+
+    name = "early_stop"
 
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config
+        self.best: float | None = None
+        self.evaluations_since_best = 0
 
     def before_fit(self, training: Training) -> StopReason | None:
         """A run that has ended early stays so when it is started again, unless it is given more patience."""
-        return self._verdict(training)
+        return self._verdict()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Every rank holds the same averages, so all decide alike."""
@@ -31,16 +35,30 @@ class EarlyStop(BaseHook):
                 f"train.early_stop.metric is {watched!r}, which the task does not report",
                 f"name one of {', '.join(sorted(metrics))}",
             )
-        state = training.state
-        if improves(metrics[watched], state.early_stop_best, self.config):
-            state.early_stop_best = metrics[watched]
-            state.evaluations_since_best = 0
+        if improves(metrics[watched], self.best, self.config):
+            self.best = metrics[watched]
+            self.evaluations_since_best = 0
             return None
-        state.evaluations_since_best += 1
-        return self._verdict(training)
+        self.evaluations_since_best += 1
+        return self._verdict()
 
-    def _verdict(self, training: Training) -> StopReason | None:
-        return StopReason.EARLY if training.state.evaluations_since_best >= self.config.patience else None
+    def state_dict(self) -> dict[str, Any]:
+        """See Hook."""
+        return {
+            "metric": self.config.metric,
+            "mode": self.config.mode,
+            "best": self.best,
+            "evaluations_since_best": self.evaluations_since_best,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The count of another metric means nothing for this one."""
+        if (saved["metric"], saved["mode"]) == (self.config.metric, self.config.mode):
+            self.best = saved["best"]
+            self.evaluations_since_best = saved["evaluations_since_best"]
+
+    def _verdict(self) -> StopReason | None:
+        return StopReason.EARLY if self.evaluations_since_best >= self.config.patience else None
 
 
 def improves(value: float, best: float | None, config: EarlyStopConfig) -> bool:

@@ -1,10 +1,10 @@
-"""What attaches to the loop: checkpoints, monitor, tracking, stop requests."""
+"""What attaches to the loop: checkpoints, monitor, tracking, stop requests, and hooks of your own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpctrain.train.framework import StepResult
 from hpctrain.train.training import Training
@@ -22,29 +22,103 @@ class StopReason(StrEnum):
 
 
 class Hook(Protocol):
-    """All methods are called on every rank, at the same step, in the order in which hooks were given."""
+    """Attaches to the training loop. Derive from ``BaseHook`` and override what you need.
+
+    Collective rules:
+
+    - Every method is called on every rank, from the main thread, at the same step, in the order in which the hooks
+      were given. So a hook may use the collectives of ``training.world``'s groups, as long as every rank makes the
+      same calls.
+    - A reason to stop must be returned by all ranks at the same step: decide from what all ranks know alike, such as
+      the step or validation metrics, or agree by a collective first.
+    - ``state_dict`` returns equal state on all ranks. ``state_dict``, ``load_state_dict`` and ``close`` talk to no
+      other rank.
+    - An exception on one rank ends the run on all.
+    """
+
+    @property
+    def name(self) -> str:
+        """Under which the hook's state is saved: it must stay the same for as long as a run is resumed, and differ
+        from the names of other hooks."""
 
     def before_fit(self, training: Training) -> StopReason | None:
-        """The model is built and equal on all ranks; nothing has been trained in this attempt.
+        """The model is built, equal on all ranks and resumed, ``load_state_dict`` included; nothing has been trained
+        in this attempt. A hook that has ended the run before returns its reason again; otherwise training continues.
 
-        A reason, on all ranks alike, ends the run before its first step.
+        Args:
+            training: the run, with the state that it begins or resumes from.
+
+        Returns:
+            A reason to end the run before its first step, or None.
         """
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """An update is done. A reason ends the run here; hooks must agree on it over all ranks by themselves."""
+        """An update is done, and so is an evaluation that was due after it.
+
+        Args:
+            training: its ``state`` counts this update.
+            result: loss and gradient norm of this update. Reading them may wait for the device.
+
+        Returns:
+            A reason to end the run here, or None.
+        """
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Validation metrics, averaged over all ranks."""
+        """An evaluation is done.
+
+        Args:
+            training: its ``state`` counts the update before the evaluation.
+            metrics: ``loss`` and the task's metrics by name, averaged over all validation samples, equal on all ranks.
+
+        Returns:
+            A reason to end the run here, or None.
+        """
+
+    def end_step(self, training: Training) -> None:
+        """All hooks have seen the step. Checkpoints are made here: change no state that is saved.
+
+        Args:
+            training: its ``state`` counts this step's update.
+        """
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """The loop has ended in an orderly way."""
+        """The loop has ended in an orderly way. Change no state that is saved.
+
+        Args:
+            training: its ``state`` is the last one of this attempt.
+            reason: why the loop has ended.
+        """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of this hook; empty if there is nothing to keep.
+
+        Called before ``before_fit`` too, to check it, and whenever a checkpoint begins. It is copied before training
+        continues.
+
+        Returns:
+            Values of JSON, NaN and infinity included, and NumPy arrays of numbers, of any shape; keys without slashes.
+        """
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned when the checkpoint was made, possibly at another number of ranks.
+
+        Called before ``before_fit``, and only if the run is resumed from a checkpoint that has state of this hook.
+
+        Args:
+            saved: as JSON gives it back (tuples became lists); arrays may be kept and changed.
+        """
 
     def close(self) -> None:
-        """Release threads and files; called after errors too."""
+        """Release threads and files. Also called after errors, when other ranks may be gone."""
 
 
 class BaseHook:
-    """A hook that does nothing; override what is needed."""
+    """A hook that does nothing and has no state; its name is that of its class."""
+
+    @property
+    def name(self) -> str:
+        """See Hook."""
+        return type(self).__name__
 
     def before_fit(self, training: Training) -> StopReason | None:
         """See Hook."""
@@ -58,7 +132,17 @@ class BaseHook:
         """See Hook."""
         return None
 
+    def end_step(self, training: Training) -> None:
+        """See Hook."""
+
     def after_fit(self, training: Training, reason: StopReason) -> None:
+        """See Hook."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See Hook."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """See Hook."""
 
     def close(self) -> None:

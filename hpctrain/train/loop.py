@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hpctrain.data.pipeline import Batch, TrainingData
 from hpctrain.errors import NoRequeue
@@ -20,8 +20,13 @@ class RunSummary:
     """How an attempt ended."""
 
     reason: StopReason
+    """Why it ended."""
     step: int
+    """Updates done, those of earlier attempts included."""
     seconds: float
+    """Wall-clock time of this attempt's loop."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last evaluation in this attempt, averaged over all validation samples; empty if there was none."""
 
 
 @dataclass
@@ -29,8 +34,13 @@ class Trainer(Training):
     """Everything one rank needs to train; ``hpctrain.rank.wiring`` makes it from a run file."""
 
     data: TrainingData
+    """This rank's part of each global batch."""
     validation: Iterable[HostBatch] | None
+    """This rank's part of the validation data, in batches; None if there is none."""
     hooks: Sequence[Hook]
+    """Called in this order."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
 
     def fit(self) -> RunSummary:
         """Trains from where the state stands to the end of the plan, or until a hook ends it."""
@@ -38,7 +48,7 @@ class Trainer(Training):
         reason = first_reason([hook.before_fit(self) for hook in self.hooks]) or self.run_steps()
         for hook in self.hooks:
             hook.after_fit(self, reason)
-        return RunSummary(reason, self.state.step, time.monotonic() - begin)
+        return RunSummary(reason, self.state.step, time.monotonic() - begin, self.metrics)
 
     def run_steps(self) -> StopReason:
         """One update after the other."""
@@ -51,6 +61,8 @@ class Trainer(Training):
             reason = self.evaluate() if self.plan.evaluates_after(self.state) else None
             reason = first_reason([reason, *[hook.after_step(self, result) for hook in self.hooks]])
             self.clock.mark(Phase.CALLBACKS)
+            for hook in self.hooks:
+                hook.end_step(self)
             self.clock.end_step(batch.local_samples)
             if reason is not None:
                 return reason
@@ -68,8 +80,8 @@ class Trainer(Training):
         """Loss and metrics over the validation data of all ranks."""
         if self.validation is None:
             return None
-        metrics = evaluate(self.framework, self.moving(self.validation), self.world.data)
-        return first_reason([hook.after_eval(self, metrics) for hook in self.hooks])
+        self.metrics = evaluate(self.framework, self.moving(self.validation), self.world.data)
+        return first_reason([hook.after_eval(self, self.metrics) for hook in self.hooks])
 
     def moving(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
         """The same batches; each one done is a sign of life, so that a long evaluation is not taken for a hang."""

@@ -26,12 +26,6 @@ class TrainState:
     """Global batches of the current epoch done."""
     samples: int = 0
     """Samples seen by all ranks together."""
-    early_stop_best: float | None = None
-    """Best value of the metric that early stopping watches."""
-    evaluations_since_best: int = 0
-    """Evaluations since then."""
-    checkpoint_best: float | None = None
-    """Best value of the metric that checkpoints are kept by."""
 
     def advance(self, batch: Batch) -> None:
         """One more update, over this global batch, is done."""
@@ -44,7 +38,7 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Takes over what ``to_json`` gave."""
+        """Takes over what ``to_json`` gave; earlier versions kept more here."""
         for key in dataclasses.asdict(self):
             setattr(self, key, saved[key])
 

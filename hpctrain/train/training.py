@@ -17,9 +17,14 @@ class Training:
     """Who trains what, how far it has come, and how far it is to go."""
 
     world: World
+    """The ranks."""
     framework: Framework
+    """The model on this rank's device."""
     schedule: Schedule
     """From the step to the factor on the optimizer's own learning rates."""
     plan: Plan
+    """How long the run is, and when it evaluates."""
     clock: StepClock
+    """Where the time of a step goes: a hook may mark its own."""
     state: TrainState
+    """How far it has come; read it, do not change it."""

@@ -36,7 +36,7 @@ class Environment:
         env = rank_environment({"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin"})
         words = [
             str(self.folder / "bin" / "hpctrain"), *command, str(ROOT / "examples" / TASKS[self.framework]),
-            "--name", name, "--reduce.kind", "auto", "--train.epochs", "6",
+            "--name", name, "--train.epochs", "6",
         ]  # fmt: skip
         done = run_in_group(words, env, self.folder, timeout=240)
         assert done.returncode == 0, done.output

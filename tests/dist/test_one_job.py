@@ -16,7 +16,8 @@ RECORDING = f"{PROJECT}/tests/support/torch_recording_task.py:task"
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_digits_train_on_two_ranks_with_horovod(framework: str, tmp_path: Path) -> None:
-    hpctrain("run", "-n", 2, PROJECT / f"examples/digits-{framework}.yaml", cwd=tmp_path, timeout=300)
+    example = PROJECT / f"examples/digits-{framework}.yaml"
+    hpctrain("run", "-n", 2, example, "--reduce.kind", "horovod", cwd=tmp_path, timeout=300)
     run = tmp_path / "runs" / f"digits-{framework}"
     (started,) = events(run, "run_started")
     assert (started["ranks"], started["reducer"]) == (2, "horovod")

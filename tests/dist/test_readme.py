@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import PROJECT, events, hpctrain
+from tests.support.command import PROJECT, environment, events, hpctrain
+from tests.support.mpi import run_in_group
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 REPORTS = (PROJECT / "docs" / "reports.md").read_text(encoding="utf-8")
@@ -73,8 +75,18 @@ def test_the_keras_task_of_the_docs(newcomer: Path) -> None:
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["running", "training"])
+def test_the_programs_of_the_api_pages(page: str, newcomer: Path) -> None:
+    text = (PROJECT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8")
+    (newcomer / "program.py").write_text(block(text, "python"))
+    done = run_in_group([sys.executable, "program.py"], environment(), newcomer, timeout=120)
+    assert done.returncode == 0, done.output
+    assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")), PROJECT / "CONTRIBUTING.md"]:
+    for page in [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md")), PROJECT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"

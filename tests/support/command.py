@@ -39,11 +39,14 @@ def hpctrain(
 
 
 @contextmanager
-def started(*words: object, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A command under way; whatever is left of it at the end is killed."""
     child = subprocess.Popen(
         [*HPCTRAIN, *map(str, words)],
         env=environment(env),
+        cwd=cwd,
         text=True,
         errors="replace",
         start_new_session=True,

@@ -27,7 +27,7 @@ ROOMS: dict[str, str] = {
     "checkpoint": "errors system config comm run data train frameworks",
     "monitor": "errors system config comm run train",
     "track": "errors system run train",
-    "rank": "errors system config comm run data train tasks frameworks checkpoint monitor track",
+    "rank": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track",
     "registry": "errors system config comm run data train tasks checkpoint track rank report",
     "launch": "errors system config comm run monitor",
     "report": "errors system run",
@@ -35,11 +35,11 @@ ROOMS: dict[str, str] = {
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch",
-    "commands": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track rank "
-    "registry launch report watch doctor horovod_wheel",
+    "commands": "errors system config comm run data train tasks frameworks checkpoint track rank registry launch "
+    "report watch doctor horovod_wheel",
     "cli": "errors system config",
     "__main__": "system cli",
-    "__init__": "comm tasks",
+    "__init__": "errors config comm data reduce train tasks checkpoint monitor track rank",
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 

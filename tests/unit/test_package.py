@@ -77,6 +77,12 @@ def test_no_extra_pulls_in_horovod() -> None:
 
 
 def test_all_names_every_extra_but_those_of_developers_and_of_one_kind_of_machine() -> None:
-    extras = {extra for extra, _ in requirements()} - {"", "all", "dev", "nvidia"}  # that one needs their driver
+    extras = {extra for extra, _ in requirements()} - {
+        "",
+        "all",
+        "dev",
+        "docs",
+        "nvidia",
+    }  # that one needs their driver
     named = next(line for extra, line in requirements() if extra == "all")
     assert set(named[named.index("[") + 1 : -1].split(",")) == extras

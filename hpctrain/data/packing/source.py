@@ -35,7 +35,11 @@ def block_samples(fields: Mapping[str, Field]) -> int:
 
 
 def from_dataset(dataset: Dataset) -> Source:
-    """Any dataset, in the order in which it is stored."""
+    """Any dataset as something to pack, in the order in which it is stored.
+
+    Args:
+        dataset: see ``open_dataset``.
+    """
     step = block_samples(dataset.fields)
 
     def blocks() -> Iterator[Samples]:

@@ -45,7 +45,11 @@ class RingClock:
         head[MARKED_PHASE] = phase
 
     def end_step(self, work: float = 1.0) -> None:
-        """See StepClock. Time that no phase claimed since the last mark is the step's rest."""
+        """A step is complete. Time that no phase claimed since the last mark is the step's rest.
+
+        Args:
+            work: what the step had to do on this rank, such as samples: a rank with more of it is loaded, not slow.
+        """
         now = monotonic()
         totals = self.totals
         totals[REST] += now - self.last
@@ -74,7 +78,11 @@ class RingClock:
     # For loops that are not ours.
 
     def phase(self, name: str) -> Scope:
-        """``with clock.phase("data"): ...``: the time inside is that phase's. Names: those of Phase in lower case."""
+        """``with clock.phase("data"): ...``: the time inside is that phase's.
+
+        Args:
+            name: data, to_device, forward, backward, exchange, optimizer, callbacks or checkpoint.
+        """
         return self.scopes[name]
 
     def arrived(self) -> None:

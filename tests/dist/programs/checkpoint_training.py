@@ -107,7 +107,7 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     batch = problem.order.global_batch
     fresh = options.get("fresh", False)
     report = EventWriter(run_dir.events, print).append
-    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh)
+    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh=fresh)
     trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
     with closing(framework), closing(hook), closing(trainer.data):
         trainer.fit()

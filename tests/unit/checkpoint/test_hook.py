@@ -92,7 +92,7 @@ class Run:
         kept = Retention(self.config.keep_last, self.config.keep_every_steps)
         self.store = CheckpointStore(self.folder, kept, fence=fence)
         report = lambda event, step, **fields: self.events.append((event, step, fields))  # noqa: E731
-        hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, fresh)
+        hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, hooks, fresh)
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
         plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
@@ -247,3 +247,69 @@ def test_no_memory_for_a_snapshot_is_a_checkpoint_that_failed(tmp_path: Path, mo
     with pytest.raises(RunFailed, match=r"the checkpoint of step 10 was not written: rank 0: \d+ bytes"):
         run.attempt()
     assert run.said("checkpoint_failed") == [3, 6, 9, 10]
+
+
+class Memory(BaseHook):
+    """Remembers every step, in values and in an array."""
+
+    def __init__(self, name: str = "memory") -> None:
+        self.steps: list[int] = []
+        self.lowest = math.inf
+        self.sums = np.zeros(2)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def after_step(self, training: Any, result: Any) -> None:
+        self.steps.append(training.state.step)
+        self.sums += training.state.step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "lowest": self.lowest, "sums": self.sums}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.steps, self.lowest, self.sums = saved["steps"], saved["lowest"], saved["sums"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_state_of_hooks_is_resumed_as_if_nothing_had_happened(tmp_path: Path, mode: str) -> None:
+    run, memory = Run(tmp_path, every_steps=2, mode=mode), Memory()
+    run.attempt(memory, Interrupt(5))
+    saved = run.store.load(4 if mode == "sync" else None)
+    assert saved.arrays["hooks/memory/sums"].tolist() == [sum(range(saved.step + 1))] * 2, "as it was at that step"
+    resumed = Memory()
+    run.attempt(resumed)
+    assert resumed.steps == list(range(1, 11)) and resumed.lowest == math.inf
+    assert resumed.sums.tolist() == [55.0, 55.0]
+
+
+def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, every_steps=2)
+    run.attempt(Memory("first"), Interrupt(4))
+    second = Memory("second")
+    run.attempt(second)
+    assert second.steps == [5, 6, 7, 8, 9, 10]
+    assert "state of hook first is left out: this run has none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("states", "problem"),
+    [
+        (({"model": object()},), "the state of hook 'memory' cannot be saved: Object of type object"),
+        (({"names": np.array(["a"])},), "hooks/memory/names' has the type"),
+        (({"count": 1}, {"count": 2}), "two hooks are called 'memory'"),
+    ],
+)
+def test_state_that_cannot_be_saved_is_refused_before_the_first_step(
+    tmp_path: Path, states: Sequence[Any], problem: str
+) -> None:
+    hooks = [Memory() for _ in states]
+    for hook, state in zip(hooks, states, strict=True):
+        hook.state_dict = lambda state=state: state  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=problem):
+        Run(tmp_path).attempt(*hooks)
+    assert hooks[0].steps == []

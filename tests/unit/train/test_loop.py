@@ -199,11 +199,30 @@ def test_early_stop_after_patience_evaluations_without_improvement() -> None:
 
 def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() -> None:
     config = TrainConfig(epochs=50, global_batch=4)
-    ended = TrainState(step=9, epoch=3, early_stop_best=1.0, evaluations_since_best=2)
-    again = make(config, [EarlyStop(EarlyStopConfig(metric="loss", patience=2, min_delta=1e9))], ended)
+    saved = {"metric": "loss", "mode": "min", "best": 1.0, "evaluations_since_best": 2}
+
+    def resumed(patience: int, **watched: str) -> Trainer:
+        stop = EarlyStop(EarlyStopConfig(**{"metric": "loss", **watched}, patience=patience, min_delta=1e9))
+        stop.load_state_dict(saved)
+        return make(config, [stop], TrainState(step=9, epoch=3))
+
+    again, patient, other = resumed(2), resumed(3), resumed(2, mode="max")
     assert (again.fit().reason, again.state.step) == (StopReason.EARLY, 9)
-    patient = make(config, [EarlyStop(EarlyStopConfig(metric="loss", patience=3, min_delta=1e9))], ended)
     assert (patient.fit().reason, patient.state.step) == (StopReason.EARLY, 12)
+    assert (other.fit().reason, other.state.step) == (StopReason.EARLY, 18), "the count of another rule is not taken"
+
+
+def test_hooks_may_be_saved_once_all_of_them_have_seen_the_step() -> None:
+    class Order(BaseHook):
+        def after_step(self, training: Any, result: Any) -> None:
+            calls.append("after")
+
+        def end_step(self, training: Any) -> None:
+            calls.append("end")
+
+    calls: list[str] = []
+    make(TrainConfig(steps=2, global_batch=4), [Order(), Order()]).fit()
+    assert calls == ["after", "after", "end", "end"] * 2
 
 
 def test_early_stop_on_a_metric_that_is_not_there() -> None:

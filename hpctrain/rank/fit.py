@@ -1,0 +1,111 @@
+"""Training on one rank: what ``hpctrain train`` does, as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import RunFailed
+from hpctrain.monitor.rank.session import start as start_monitor
+from hpctrain.rank import wiring
+from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
+from hpctrain.run.folder import RunDir
+from hpctrain.system.output import kept_output
+from hpctrain.track.sink import Sink
+from hpctrain.train.framework import Framework
+from hpctrain.train.hooks import Hook
+from hpctrain.train.loop import RunSummary
+
+if TYPE_CHECKING:
+    from hpctrain.reduce.choice import Choice
+
+
+def fit(
+    config: Config,
+    *,
+    hooks: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    fresh: bool = False,
+    verbose: bool = False,
+) -> RunSummary:
+    """Trains as ``hpctrain train`` does, with run folder, checkpoints, resume, monitor, stop requests and last words.
+
+    This process is one rank: run the program by itself, or under mpirun or srun, where every rank makes this call. Call
+    it from the main thread. While it trains, Ctrl-C, SIGTERM and the like save a checkpoint and end the run. On several
+    ranks standard error, and but for rank 0 standard output, go to the ranks' logs; where they went before is restored
+    when training has ended well.
+
+    Args:
+        config: a run; see ``load_config``. Its task is imported from the module or file that it names.
+        hooks: attached to the loop behind hpctrain's own; see ``Hook``. Their state is part of checkpoints.
+        sinks: get the run's events; only rank 0's are used.
+        fresh: put existing checkpoints aside and begin again.
+        verbose: leave all output where it is, and let the libraries speak.
+
+    Returns:
+        How the attempt ended, and the last validation metrics. After a stop request (``StopReason.REQUESTED``) the same
+        call resumes from the checkpoint that was saved.
+
+    Raises:
+        HpctrainError: what ended the run, the same on all ranks: ``UserError`` for something to correct first,
+            ``NoRequeue`` where another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
+            pass through on the rank where they arise.
+    """
+    summaries: list[RunSummary] = []
+
+    def body(session: Session) -> Outcome:
+        summary, outcome = train(session, config, hooks, sinks, fresh)
+        summaries.append(summary)
+        return outcome
+
+    with kept_output():
+        error = attend(body, verbose, raises=True).error
+        if isinstance(error, PeerFailed):
+            raise RunFailed(str(error), "see that rank's message, or its log in the run folder") from error
+        if error is not None:
+            raise error
+    return summaries[0]
+
+
+def train(
+    session: Session, config: Config, hooks: Sequence[Hook] = (), sinks: Sequence[Sink] = (), fresh: bool = False
+) -> tuple[RunSummary, Outcome]:
+    """From the configuration to the end of the loop; collective."""
+    run_dir = session.join_run(config)
+    with session.phase("make the task"):
+        problem = wiring.make_problem(config, session.world)
+    wiring.require_same_data(problem, session.world)
+    with ExitStack() as stack:
+        monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
+        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock)
+        stack.enter_context(closing(framework))
+        keep_reducer(framework, session, run_dir)
+        attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh)
+        for hook in attached:
+            stack.enter_context(closing(hook))
+        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached)
+        stack.enter_context(closing(trainer.data))
+        summary = trainer.fit()
+        return summary, Outcome(summary.reason, summary.step, framework.weights_hash())
+
+
+def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> None:
+    """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept."""
+    size = session.world.size
+    saved: dict[str, Any] = {}
+    if session.world.rank == 0:
+        saved = run_dir.info().get("reducer") or {}
+    saved = session.world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
+    if saved.get("ranks") == size and framework.chosen_reducer is None:
+        framework.chosen_reducer = saved["reducer"]
+
+    def announce(choice: Choice) -> None:
+        if session.world.rank == 0:
+            try:
+                run_dir.update(reducer={"ranks": size, **choice.to_event()})
+            except RunFailed as error:
+                session.warn(f"{error.what}; training continues, a resumed run measures its reducers again")
+
+    framework.announce = announce

@@ -1,0 +1,110 @@
+"""The tutorial, from its first command to its last, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import tutorial
+from tests.support.command import PROJECT, environment, events, hpctrain, reaches_step, started, wait_for
+
+SHORTER = {"bench": ["--steps", "12", "--rounds", "1"], "watch": ["--once"]}
+"""What is added to commands that would take minutes, or need a terminal."""
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.timeout(900)
+def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
+    assert set(tutorial.write_files(tmp_path)) == {"measure.py", "bearings.py", "bearings.yaml", "train.py"}
+    run = tmp_path / "runs" / "bearings"
+    first, *todo = tutorial.commands()
+    assert first[0] == "mkdir"
+    codes = []
+    while todo:
+        program, *words = todo.pop(0)
+        if program == "python":
+            subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment(), check=True, timeout=200)
+        elif words[:3] == ["run", "-n", "2"] and todo[0][1] == "watch":
+            codes.append(interrupted(words, [todo.pop(0)[1:], todo.pop(0)[1:]], tmp_path, run))
+        else:
+            assert program == "hpctrain"
+            hpctrain(*words, *SHORTER.get(words[0], []), cwd=tmp_path, timeout=300)
+    assert codes == [75]
+    assert events(run, "resumed") and events(run, "run_finished")[-1]["reason"] == "completed"
+    assert events(run, "eval")[-1]["metrics"]["accuracy"] > 0.85
+    assert (run / "report.html").exists() and (run / "predictions.h5").exists()
+    assert (tmp_path / "bearings.safetensors").exists()
+    assert json.loads((tmp_path / "runs/bearings-scaling/scaling.json").read_text())
+    assert events(tmp_path / "runs/longer", "run_finished")[-1]["reason"] == "completed"
+
+
+def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run: Path) -> int:
+    """Runs a command, and others while it trains; its exit code."""
+    with started(*words, cwd=folder) as child:
+        wait_for("steps", reaches_step(run, 100), 120)
+        for other in meanwhile:
+            hpctrain(*other, *SHORTER.get(other[0], []), cwd=folder)
+        return child.wait(60)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], subprocess.CompletedProcess[str]]:
+    """Builds a site as ``make docs`` does."""
+    recipe = re.search(r"^docs: .*\n\t.*sphinx-build (.*) docs build/docs$", (PROJECT / "Makefile").read_text(), re.M)
+    assert recipe
+    options = recipe.group(1).split()
+
+    def run(pages: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sphinx", *options, str(pages), str(tmp_path_factory.mktemp("site"))]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_site_builds(build: Callable[[Path], subprocess.CompletedProcess[str]]) -> None:
+    done = build(PROJECT / "docs")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_site_fails_on_what_leads_nowhere_and_on_what_is_undocumented(
+    tmp_path: Path, build: Callable[[Path], subprocess.CompletedProcess[str]]
+) -> None:
+    shutil.copy(PROJECT / "CHANGELOG.md", tmp_path)
+    shutil.copytree(PROJECT / "examples", tmp_path / "examples")
+    pages = shutil.copytree(PROJECT / "docs", tmp_path / "docs")
+    change(pages / "tasks.md", "# Writing a task", "# Writing a task\n\n[gone](gone.md), [no such part](data.md#no-such-part)")
+    change(pages / "api/ranks.md", ".. autofunction:: hpctrain.connect\n", "")
+    change(pages / "conf.py", 'project = "hpctrain"', 'hpctrain.load_config.__doc__ = None\nproject = "hpctrain"')
+    done = build(pages)
+    assert done.returncode != 0
+    for problem in (
+        "gone.md",
+        "no-such-part",
+        "hpctrain.connect is public and stands on no page",
+        "hpctrain.load_config: it has no docstring",
+    ):
+        assert problem in done.stderr, done.stderr
+
+
+def change(path: Path, before: str, after: str) -> None:
+    """Changes a page."""
+    text = path.read_text(encoding="utf-8")
+    assert before in text
+    path.write_text(text.replace(before, after), encoding="utf-8")
+
+
+@pytest.mark.parametrize("picture", ["watch.svg", "report.png", "scaling.png", "heat.png"])
+def test_pictures_are_small_and_fetch_nothing(picture: str) -> None:
+    content = (PROJECT / "docs" / "pictures" / picture).read_bytes()
+    assert 1000 < len(content) < 150_000
+    assert not re.search(rb"(url\(|src=|href=)[\"']?https?:", content)

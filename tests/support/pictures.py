@@ -1,0 +1,133 @@
+"""``python -m tests.support.pictures FOLDER``: makes the pictures of the docs, from real runs of the tutorial's files.
+
+Takes minutes, and a quiet machine: the pictures show what was measured. Needs chromium.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from rich.console import Console
+
+from hpctrain.run.folder import RunDir
+from hpctrain.watch import terminal
+from hpctrain.watch.source import Source
+from tests.support import tutorial
+from tests.support.command import HPCTRAIN, environment, hpctrain, reaches_step, started, wait_for
+
+MOST_BYTES = 150_000
+"""Of one picture."""
+SLOW = '''
+import time
+
+import bearings
+from hpctrain import TorchTask, World
+
+CALLS = [0]
+
+
+def slowed(loss, rank):
+    """Every step takes 10 ms more, and on rank 1 from step 300 on 14 ms."""
+
+    def loss_after_a_while(output, batch):
+        CALLS[0] += output.requires_grad
+        time.sleep(0.014 if rank == 1 and CALLS[0] > 300 else 0.010)
+        return loss(output, batch)
+
+    return loss_after_a_while
+
+
+def task(world: World) -> TorchTask:
+    made = bearings.task()
+    return TorchTask(made.model, slowed(made.loss, world.rank), made.optimizer, made.train)
+'''
+
+
+def main(folder: Path) -> None:
+    """All of them."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as room:
+        work = Path(room)
+        tutorial.write_files(work)
+        for words in tutorial.commands():
+            if (words[0] == "python" and words[1] == "measure.py") or words[1:3] == ["data", "pack"]:
+                command = [sys.executable, *words[1:]] if words[0] == "python" else [*HPCTRAIN, *words[1:]]
+                subprocess.run(command, cwd=work, env=environment(), check=True)
+        watch(work, folder / "watch.svg")
+        report(work, folder / "report.png")
+        scaling(work, folder / "scaling.png")
+        heat(work, folder / "heat.png")
+    for picture in sorted(folder.iterdir()):
+        size = picture.stat().st_size
+        print(f"{picture}: {size / 1000:.0f} KB")
+        assert size < MOST_BYTES, f"{picture} is larger than {MOST_BYTES} bytes"
+
+
+def watch(work: Path, picture: Path) -> None:
+    """The live view of a run in its middle; the run is then stopped, so that the report shows a resume."""
+    run = work / "runs" / "bearings"
+    words = ("run", "-n", 2, work / "bearings.yaml", "--run_dir", run)
+    with started(*words, cwd=work) as child:
+        wait_for("steps", reaches_step(run, 1500), 300)
+        console = Console(record=True, width=92, force_terminal=True, color_system="truecolor", highlight=False)
+        terminal.print_once(Source(RunDir(run)).look(whole=True), console)
+        hpctrain("stop", run)
+        child.wait(120)
+    drawing = console.export_svg(title="hpctrain watch runs/bearings")
+    drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.S)  # nothing is fetched from elsewhere
+    picture.write_text(drawing, encoding="utf-8")
+
+
+def report(work: Path, picture: Path) -> None:
+    """The upper part of the report of that run, resumed and complete."""
+    run = work / "runs" / "bearings"
+    hpctrain("run", "-n", 2, "bearings.yaml", "--run_dir", run, cwd=work, timeout=300)
+    hpctrain("report", run)
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    assert browser, "chromium is needed"
+    page, shot = work / "report.html", work / "report.png"
+    page.write_text(
+        (run / "report.html").read_text(encoding="utf-8").replace(str(work), "~/bearings"), encoding="utf-8"
+    )
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1500",
+        f"--user-data-dir={work / 'profile'}", f"--screenshot={shot}", page.as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    save_small(shot, picture)
+
+
+def scaling(work: Path, picture: Path) -> None:
+    """What ``bench scaling`` draws."""
+    words = next(words for words in tutorial.commands() if words[1:3] == ["bench", "scaling"])
+    hpctrain(*words[1:], "--output", work / "scaling", cwd=work, timeout=600)
+    save_small(work / "scaling" / "scaling.png", picture)
+
+
+def heat(work: Path, picture: Path) -> None:
+    """The monitor's map of a run on four ranks, one of which is slowed."""
+    (work / "slow.py").write_text(SLOW)
+    run = work / "slow"
+    options = "--task slow.py:task --train.epochs 15 --monitor.window_steps 16 --reduce.kind mpi"
+    options += " --checkpoint.best_metric null"
+    hpctrain("run", "-n", 4, "bearings.yaml", *options.split(), "--run_dir", run, cwd=work, timeout=300)
+    print(hpctrain("explain", run).stdout)
+    save_small(run / "monitor" / "heat.png", picture)
+
+
+def save_small(source: Path, picture: Path) -> None:
+    """At most 1100 pixels wide, in 128 colours."""
+    with Image.open(source) as image:
+        plain = image.convert("RGB")
+        plain.thumbnail((1100, 2000))
+        plain.quantize(128).save(picture, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
