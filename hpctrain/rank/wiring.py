@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
-from hpctrain.data import open_dataset
-from hpctrain.data.dataset import Dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
