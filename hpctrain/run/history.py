@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from hpctrain.config.loading import read_yaml
+from hpctrain.config.values import read_yaml
 from hpctrain.errors import UserError
 from hpctrain.run.events import COMMON, REPEATED, Event
 from hpctrain.run.folder import RunDir
