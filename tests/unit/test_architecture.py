@@ -34,7 +34,7 @@ ROOMS: dict[str, str] = {
     "watch": "errors run launch track",
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors",
-    "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch",
+    "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
     "commands": "errors config comm run data reduce train tasks frameworks checkpoint monitor track rank registry "
     "launch report watch doctor horovod_wheel",
     "cli": "errors config",
