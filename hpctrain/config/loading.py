@@ -15,7 +15,7 @@ import yaml
 
 from hpctrain.config.reference import keys, sections
 from hpctrain.config.sections import Config, WrongValue
-from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, converted, in_words, of_word
+from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, converted, in_words, of_word, unquoted
 from hpctrain.errors import UserError
 
 
@@ -129,7 +129,7 @@ def _make(section: type, prefix: str, given: Mapping[str, Any]) -> Any:
             values[name] = _make(typing.cast(type, kind), f"{key}.", given)
         elif key in given:
             try:
-                values[name] = converted(given[key], kind)
+                values[name] = converted(unquoted(given[key], kind), kind)
             except Misfit as misfit:
                 shown = misfit.value if isinstance(misfit.value, str) else json.dumps(misfit.value, default=str)
                 raise WrongValue(key, f"{key} cannot be {shown!r}", f"give {_type_of(key)}") from misfit

@@ -63,11 +63,25 @@ def of_word(word: str, kind: Any) -> Any:
     return word if kind is str or (optional and value is not None) else value
 
 
+def unquoted(value: Any, kind: Any) -> Any:
+    """What text means to a key that takes none: ``"3"`` is 3, ``1_000`` and ``on`` are what people mean by them."""
+    inner = typing.get_args(kind)[0] if typing.get_origin(kind) in UNIONS else kind
+    if not isinstance(value, str) or inner in (str, Any) or typing.get_origin(inner) is typing.Literal:
+        return value
+    if inner is bool and value in ("on", "off", "yes", "no"):
+        return value in ("on", "yes")
+    try:
+        meant = read_yaml(value)
+        return inner(meant) if inner in (int, float) and isinstance(meant, str) else meant
+    except (yaml.YAMLError, ValueError):
+        return value
+
+
 def converted(value: Any, kind: Any) -> Any:
-    """The value as this type. Text is read again if it is not wanted: ``"3"``, ``1_000`` and ``on`` will do.
+    """The value as this type: an integer may be a number, a list becomes a tuple, nothing an empty list or mapping.
 
     Args:
-        value: plain values, as YAML gives them.
+        value: plain values, as YAML and TOML give them.
         kind: the type of a field: str, int, float, bool, a Literal of texts, ``tuple[T, ...]``, ``dict[str, T]`` or
             Any; all but Any may be optional.
 
@@ -79,18 +93,14 @@ def converted(value: Any, kind: Any) -> Any:
         return value
     if origin in UNIONS:
         return None if value is None else converted(value, inner[0])
-    if kind is str or origin is typing.Literal:
-        if not isinstance(value, str) or (inner and value not in inner):
-            raise Misfit(value)
-        return value
-    if isinstance(value, str):
-        value = _read_again(value, kind)
     if origin is tuple and isinstance(value, list | None):
         return tuple(converted(item, inner[0]) for item in value or ())
     if origin is dict and isinstance(value, dict | None):
         return {converted(key, inner[0]): converted(item, inner[1]) for key, item in (value or {}).items()}
-    if type(value) is kind or (kind is float and type(value) is int):
-        return kind(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is kind or (origin is typing.Literal and value in inner):
+        return value
     raise Misfit(value)
 
 
@@ -104,14 +114,3 @@ def in_words(kind: Any) -> str:
     if origin is tuple:
         return f"list of {in_words(inner[0])}"
     return "mapping" if origin is dict else WORDS[kind]
-
-
-def _read_again(text: str, kind: Any) -> Any:
-    """What text means if none is wanted; YAML 1.2 knows neither ``1_000`` nor ``on``, people do."""
-    if kind is bool and text in ("on", "off", "yes", "no"):
-        return text in ("on", "yes")
-    try:
-        value = read_yaml(text)
-        return kind(value) if kind in (int, float) and isinstance(value, str) else value
-    except (yaml.YAMLError, ValueError):
-        raise Misfit(text) from None

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hpctrain.config.reference import keys, meanings
-from hpctrain.config.values import Misfit, converted, in_words, of_word, read_yaml
+from hpctrain.config.values import Misfit, converted, in_words, of_word, read_yaml, unquoted
 
 Shape = Literal["flat", "on"]
 
@@ -37,8 +37,8 @@ Shape = Literal["flat", "on"]
     ],
 )
 def test_values_of_a_file(text: str, kind: Any, value: Any) -> None:
-    assert converted(read_yaml(text), kind) == value
-    assert type(converted(read_yaml(text), kind)) is type(value)
+    found = converted(unquoted(read_yaml(text), kind), kind)
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,7 @@ def test_values_of_a_file(text: str, kind: Any, value: Any) -> None:
         ("17", str, 17),
         ("round", Shape, "round"),
         ("[1, a]", tuple[int, ...], "a"),
+        ('["3"]', tuple[int, ...], "3"),
         ("3", tuple[int, ...], 3),
         ("{a: 1}", dict[str, str], 1),
         ("{1: a}", dict[str, Any], 1),
@@ -64,7 +65,7 @@ def test_values_of_a_file(text: str, kind: Any, value: Any) -> None:
 )
 def test_what_does_not_fit_is_named(text: str, kind: Any, wrong: Any) -> None:
     with pytest.raises(Misfit) as caught:
-        converted(read_yaml(text), kind)
+        converted(unquoted(read_yaml(text), kind), kind)
     assert caught.value.value == wrong and type(caught.value.value) is type(wrong)
 
 
