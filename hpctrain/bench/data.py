@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.bench.options import existing_folder
-from hpctrain.data import open_dataset
-from hpctrain.data.order import Order
+from hpctrain.data import Order, TrainingData, open_dataset
 from hpctrain.data.packing import from_dataset, write_hdf5
-from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
 

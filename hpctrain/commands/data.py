@@ -84,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_pack(args: argparse.Namespace) -> int:
     """Makes a file."""
-    from hpctrain.data.packing import write_hdf5
-    from hpctrain.data.packing.columns import parse_fields
-    from hpctrain.data.packing.read import open_source
+    from hpctrain.data.packing import open_source, parse_fields, write_hdf5
 
     if args.chunks is not None and args.chunks < 1:
         raise UserError(f"--chunks is {args.chunks}", "give at least 1 sample a chunk")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "-o", "--output", help="HTML file; by default report.html in the run folder" if not many else "HTML file"
         )
     if command == "report":
-        parser.add_argument("--png", metavar="FOLDER", help="write the plots as PNG files into this folder, too")
+        parser.add_argument("--svg", metavar="FOLDER", help="write each chart as an SVG file into this folder, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """One HTML file, PNG files if asked for, or JSON."""
-    from hpctrain.report import heat, page
+    """One HTML file, SVG files if asked for, or JSON."""
+    from hpctrain.report import page, plots
     from hpctrain.report.explain import explain as explain_run
     from hpctrain.report.summary import summarize
     from hpctrain.run.history import read
@@ -56,13 +56,11 @@ def report(args: argparse.Namespace) -> int:
         )
         return 0
     path = Path(args.output) if args.output else run_dir.path / "report.html"
-    text = page.render(data, explain_run(data), heat.read(run_dir))
-    write_atomically(path, text.encode())
+    sections = page.make_sections(data, plots.heat_maps(run_dir))
+    write_atomically(path, page.render(data, explain_run(data), sections).encode())
     foreign_text.show(str(path))
-    if args.png:
-        from hpctrain.report.figures import save_figures
-
-        for picture in save_figures(data, Path(args.png)):
+    if args.svg:
+        for picture in page.save_pictures(sections, Path(args.svg)):
             foreign_text.show(str(picture))
     return 0
 

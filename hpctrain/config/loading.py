@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import re
+import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,39 +13,11 @@ from typing import Any
 
 import yaml
 
-from hpctrain.config.reference import leaves
-from hpctrain.config.sections import Config
+from hpctrain.config.reference import keys, sections
+from hpctrain.config.sections import Config, WrongValue
+from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, converted, in_words, of_word, unquoted
 from hpctrain.errors import UserError
 from hpctrain.system import bounded_yaml, safe_read
-
-Lines = dict[str, int]
-"""Line, from 1, of each dotted key of a run file."""
-
-
-class RunFileLoader(bounded_yaml.BoundedLoader):
-    """YAML with the scalars of version 1.2: ``off`` and ``01:30:00`` are text, ``1e-4`` is a number."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way; filled below)
-
-
-for _tag, _pattern, _first in [
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", "~nN\0"),
-    ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-]:
-    _starts = [*_first.replace("\0", ""), *([""] if _tag == "null" else [])]
-    RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _starts)
-
-
-class RunFileDumper(yaml.SafeDumper):
-    """Quotes text that RunFileLoader would read as something else."""
-
-    yaml_implicit_resolvers = RunFileLoader.yaml_implicit_resolvers
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -58,19 +30,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: no such file, not YAML, an unknown key, a wrong type or a value out of range.
     """
-    text = _read(Path(path))
+    values, lines = _read_file(Path(path))
+    arguments: dict[str, Any] = {}
+    for key, value in _read_words(overrides):
+        argument = key.removeprefix("task_args.")
+        if argument != key:
+            arguments[argument] = value
+        elif key == "task_args" and isinstance(value, dict):
+            arguments |= value
+        else:
+            values[key] = value
+            lines.pop(key, None)
     try:
-        lines = _check_keys(text, str(path))
-        sections = read_yaml(text)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        fix = "correct the line (indentation, quotes, colons, aliases)"
-        raise UserError(f"{path}{line} is not YAML: {error.problem}", fix) from error
-    except yaml.YAMLError as error:  # control characters
-        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", "write plain text") from error
-    for word in overrides:
-        lines.pop(_check_override(word), None)
-    return _parse(str(path), sections, list(overrides), lines)
+        config: Config = _make(Config, "", values)
+    except WrongValue as error:
+        place = f"{path}:{lines[error.key]}: " if error.key in lines else ""
+        raise UserError(place + error.what, error.fix) from error
+    return dataclasses.replace(config, task_args=config.task_args | arguments) if arguments else config
 
 
 def dump(config: Config) -> str:
@@ -79,33 +55,22 @@ def dump(config: Config) -> str:
     return yaml.dump(values, Dumper=RunFileDumper, sort_keys=False, width=100)
 
 
-def read_yaml(text: str) -> Any:
-    """The plain values of a YAML text."""
-    return bounded_yaml.parse(text, RunFileLoader)
-
-
 def add_run_file(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that takes a run file: the file, and any key of it as an option."""
     parser.add_argument("run_file", help="YAML run file")
     parser.set_defaults(overrides=[])
 
 
-def parser() -> Any:
-    """The jsonargparse parser of a Config; importing it takes a moment, so it is made when needed."""
-    from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    set_loader("run_file", read_yaml, exceptions=(yaml.YAMLError,))
-    made = ArgumentParser(
-        prog="hpctrain", exit_on_error=False, allow_abbrev=False, add_help=False, parser_mode="run_file"
-    )
-    made.add_class_arguments(Config)
-    return made
-
-
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The values and lines, from 1, of all keys, dotted; raises on unknown ones and on those that stand twice."""
+    lines: dict[str, int] = {}
     try:
-        return safe_read.read(path, bounded_yaml.MOST_BYTES).decode()
+        loader = RunFileLoader(safe_read.read(path, bounded_yaml.MOST_BYTES).decode())
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{path} holds no keys", "begin with name: and task:")
+        nodes = dict(_nodes(root, "", path, lines))
+        return {key: loader.construct_object(node, deep=True) for key, node in nodes.items()}, lines
     except FileNotFoundError as error:
         raise UserError(f"run file {path} does not exist", "give the path of a YAML run file") from error
     except safe_read.TooLarge as error:
@@ -115,105 +80,84 @@ def _read(path: Path) -> str:
         raise UserError(f"run file {path} cannot be read: {error.strerror}", "give a readable YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"run file {path} cannot be read: {error}", "give a YAML file in UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        fix = "correct the line (indentation, quotes, colons, aliases)"
+        raise UserError(f"{path}{line} is not YAML: {error.problem}", fix) from error
+    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:  # control characters, tags that fit no value
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", "write plain text") from error
 
 
-def _check_keys(text: str, path: str) -> Lines:
-    """Lines of all keys; raises on unknown keys and on keys that stand twice."""
-    root = yaml.compose(text, Loader=RunFileLoader)
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{path} holds no keys", "begin with name: and task:")
-    lines: Lines = {}
-    _walk(root, Config, "", path, lines)
-    return lines
-
-
-def _walk(node: yaml.MappingNode, kind: type, prefix: str, path: str, lines: Lines) -> None:
-    types = typing.get_type_hints(kind)
-    for key_node, value_node in node.value:
-        name = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
-        key, line = prefix + name, key_node.start_mark.line + 1
-        if name not in types:
-            raise UserError(f"{path}:{line}: unknown key {key!r}", _nearest(key))
+def _nodes(
+    section: yaml.MappingNode, prefix: str, path: Path, lines: dict[str, int]
+) -> Iterator[tuple[str, yaml.Node]]:
+    """The keys that hold a value, with it; enters all keys in ``lines``."""
+    for key_node, node in section.value:
+        key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
         if key in lines:
             raise UserError(f"{path}:{line}: {key!r} stands in line {lines[key]} already", "keep one of the two lines")
         lines[key] = line
-        if not dataclasses.is_dataclass(types[name]):
-            continue
-        if not isinstance(value_node, yaml.MappingNode):
-            raise UserError(f"{path}:{line}: {key} cannot be {value_node.value!r}", f"give {_type_of(key)}")
-        _walk(value_node, types[name], key + ".", path, lines)
+        if key in keys():
+            yield key, node
+        elif key not in sections():
+            raise UserError(f"{path}:{line}: unknown key {key!r}", _nearest(key))
+        elif isinstance(node, yaml.MappingNode):
+            yield from _nodes(node, f"{key}.", path, lines)
+        else:
+            raise UserError(f"{path}:{line}: {key} cannot be {node.value!r}", f"give {_type_of(key)}")
 
 
-def _check_override(word: str) -> str:
-    """The key of an option, or '' for a value; raises on an unknown key."""
-    if not word.startswith("--"):
-        return ""
-    key = word[2:].split("=", 1)[0]
-    known = leaves().keys() | {name.split(".")[0] for name in leaves()}
-    if key.startswith("task_args.") and key.count(".") > 1:
-        whole = key[: key.index(".", len("task_args."))]
-        raise UserError(f"--{key} names a part of an argument", f"give the whole one: --{whole} '{{...}}'")
-    if key not in known and not key.startswith("task_args."):
-        raise UserError(f"unknown option --{key}", _nearest(key, dashes="--"))
-    return key
+def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Keys and values of options; raises on unknown ones."""
+    words = iter(overrides)
+    for option in words:
+        key, equals, word = option.removeprefix("--").partition("=")
+        if not option.startswith("--"):
+            raise UserError(f"{option!r} is not an option", "write --key value, with a key of the run file")
+        argument, _, part = key.removeprefix("task_args.").partition(".")
+        of_task = key.startswith("task_args.")
+        if of_task and part:
+            whole = f"--task_args.{argument}"
+            raise UserError(f"--{key} names a part of an argument", f"give the whole one: {whole} '{{...}}'")
+        if key not in keys() and not (of_task and argument):
+            raise UserError(f"unknown option --{key}", _nearest(key, dashes="--"))
+        if not equals:
+            word = next(words, "--")
+        if not equals and word.startswith("--"):
+            raise UserError(f"{key} needs a value", f"give {_type_of(key)}")
+        yield key, of_word(word, keys()[key].kind if key in keys() else Any)
+
+
+def _make(section: type, prefix: str, given: Mapping[str, Any]) -> Any:
+    """The section, of what is given in it; its own defaults fill the rest."""
+    values = {}
+    for name, kind in typing.get_type_hints(section).items():
+        key = prefix + name
+        if dataclasses.is_dataclass(kind):
+            values[name] = _make(typing.cast(type, kind), f"{key}.", given)
+        elif key in given:
+            try:
+                values[name] = converted(unquoted(given[key], kind), kind)
+            except Misfit as misfit:
+                shown = misfit.value if isinstance(misfit.value, str) else json.dumps(misfit.value, default=str)
+                raise WrongValue(key, f"{key} cannot be {shown!r}", f"give {_type_of(key)}") from misfit
+        elif keys()[key].default is None:
+            raise WrongValue(key, f"{key} is missing", f"give {_type_of(key)}")
+    return section(**values)
+
+
+def _type_of(key: str) -> str:
+    """What a key or section takes, in words."""
+    example = next((name for name in keys() if name.startswith(f"{key}.")), key)
+    return in_words(keys()[key].kind) if key in keys() else f"a mapping with keys such as {example}"
 
 
 def _nearest(key: str, dashes: str = "") -> str:
-    known = list(leaves())
-    known += sorted({name.rpartition(".")[0] for name in known} - {""})  # sections
+    known = list(keys()) if dashes else [*keys(), *sections()]
     by_last = {name.split(".")[-1]: name for name in known}
     close = difflib.get_close_matches(key, known, n=1)
     close = close or [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
     return f"did you mean {dashes}{close[0]}?" if close else "docs/configuration.md lists all keys"
-
-
-def _parse(path: str, sections: dict[str, Any], overrides: list[str], lines: Lines) -> Config:
-    made = parser()
-    try:
-        task_args = sections.pop("task_args", None) or {}
-        namespace = made.parse_args(overrides, namespace=made.parse_object(sections, defaults=True))
-        # The parser reads quoted text ("null", "017") once more: what the file quotes stays as it stands.
-        for key, text in _texts(sections):
-            if key in lines and namespace[key] is None and leaves()[key].type == "text":
-                namespace[key] = text
-        values = made.instantiate(namespace).as_dict()
-        return Config(**{**values, "task_args": {**task_args, **values["task_args"]}})
-    except UserError as error:
-        raise UserError(_place(error.what, path, lines) + error.what, error.fix) from error
-    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise _readable(str(error), path, lines) from error
-
-
-def _texts(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a run file whose values are text, and these."""
-    for name, value in section.items():
-        if isinstance(value, str):
-            yield prefix + name, value
-        elif isinstance(value, dict) and prefix + name not in leaves():
-            yield from _texts(value, f"{prefix}{name}.")
-
-
-def _readable(message: str, path: str, lines: Lines) -> UserError:
-    """One sentence out of the parser's many lines."""
-    keys = re.findall(r'(?:[Kk]ey|[Aa]rgument) "?-*([\w.]+)"?', message)
-    value = re.search(r"(?:Given value|Got value|value): (.+)", message)
-    if not keys:
-        return UserError(f"{path}: {' '.join(message.split())}", "docs/configuration.md lists the keys and their types")
-    name = ".".join(dict.fromkeys([keys[0], keys[-1]]))
-    problem = f"{name} cannot be {value.group(1).strip()!r}" if value else f"{name} needs a value"
-    return UserError(_place(name, path, lines) + problem, f"give {_type_of(name)}")
-
-
-def _type_of(key: str) -> str:
-    known = leaves()
-    example = next((name for name in known if name.startswith(key + ".")), key)
-    return known[key].type if key in known else f"a mapping with keys such as {example}"
-
-
-def _place(message: str, path: str, lines: Lines) -> str:
-    """``file:line: `` of the longest key that the message begins with."""
-    found = [key for key in lines if re.match(re.escape(key) + r"(?![\w.])", message)]
-    return f"{path}:{lines[max(found, key=len)]}: " if found else ""
 
 
 def _plain(value: Any) -> Any:

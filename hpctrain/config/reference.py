@@ -1,10 +1,12 @@
-"""The keys of a run file as the dataclasses tell them: for error messages and for the reference page."""
+"""The keys of a run file as the dataclasses tell them: for error messages, ``--help`` and the reference page."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
-import re
+import inspect
+import itertools
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -14,75 +16,87 @@ from typing import Any
 import yaml
 
 from hpctrain.config.sections import Config
+from hpctrain.config.values import in_words
 from hpctrain.system import foreign_text
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One key."""
+class Key:
+    """One key that holds a value."""
 
-    type: str
-    """In words."""
-    default: str
-    """As YAML, or ``required``."""
-    meaning: str
-    """The field's docstring."""
+    kind: Any
+    """The field's type."""
+    default: str | None
+    """As YAML; None if the key is required."""
+    section: type
+    """The dataclass whose field it is."""
 
 
 @functools.cache
-def leaves() -> dict[str, Leaf]:
+def keys() -> dict[str, Key]:
     """Every key that holds a value, dotted, in the order of the sections."""
     return dict(_walk(Config, ""))
 
 
+@functools.cache
+def sections() -> list[str]:
+    """The keys that hold other keys."""
+    parts = [key.split(".")[:-1] for key in keys()]
+    return list(dict.fromkeys(".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)))
+
+
+def meanings() -> list[str]:
+    """The docstring of each key's field, from the source: Python does not keep it."""
+    by_section = {section: _docstrings(section) for section in {key.section for key in keys().values()}}
+    return [by_section[key.section][name.rpartition(".")[2]] for name, key in keys().items()]
+
+
 def reference() -> str:
     """All keys as a Markdown table."""
-    rows = [f"| `{key}` | {leaf.type} | {leaf.default} | {leaf.meaning} |" for key, leaf in leaves().items()]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
+        default = "required" if key.default is None else f"`{key.default}`"
+        lines.append(f"| `{name}` | {in_words(key.kind)} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
 
 
 def help_text(width: int = 100) -> str:
     """All keys as options, for ``--help``."""
     lines = ["keys of the run file, each an option that wins over it:"]
-    for key, leaf in leaves().items():
-        default = leaf.default.strip("`")
-        text = f"{leaf.meaning} ({leaf.type}; {default if default == 'required' else f'default {default}'})"
-        lines.append(f"  --{key}")
+    for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
+        default = "required" if key.default is None else f"default {key.default}"
+        text = f"{meaning} ({in_words(key.kind)}; {default})"
+        lines.append(f"  --{name}")
         lines += textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
 
-def _walk(section: type, prefix: str) -> Iterator[tuple[str, Leaf]]:
-    from docstring_parser import parse_from_object
-
-    types = typing.get_type_hints(section)
-    meanings = {entry.arg_name: entry.description for entry in parse_from_object(section).params}
+def _walk(section: type, prefix: str) -> Iterator[tuple[str, Key]]:
+    kinds = typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
-        if dataclasses.is_dataclass(types[entry.name]):
-            yield from _walk(types[entry.name], f"{prefix}{entry.name}.")
+        kind = kinds[entry.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(typing.cast(type, kind), f"{prefix}{entry.name}.")
         else:
-            meaning = " ".join((meanings.get(entry.name) or "").split())
-            yield prefix + entry.name, Leaf(_in_words(types[entry.name]), _default(entry), meaning)
+            yield prefix + entry.name, Key(kind, _default(entry), section)
 
 
-def _default(entry: dataclasses.Field[Any]) -> str:
+def _docstrings(section: type) -> dict[str, str]:
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _default(entry: dataclasses.Field[Any]) -> str | None:
     value = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
     if value is dataclasses.MISSING:
-        return "required"
-    return f"`{yaml.safe_dump(list(value) if isinstance(value, tuple) else value).splitlines()[0]}`"
-
-
-def _in_words(hint: Any) -> str:
-    given = [each for each in typing.get_args(hint) if each is not type(None)]
-    if type(None) in typing.get_args(hint) and len(given) == 1:
-        hint = given[0]
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(map(str, typing.get_args(hint)))
-    name = str(hint) if typing.get_args(hint) else hint.__name__
-    name = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", name)
-    name = re.sub(r"dict\[.*\]", "mapping", name)
-    words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
-    return re.sub(r"\b(str|int|float|bool)\b", lambda match: words[match.group(0)], name)
+        return None
+    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value).splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,18 @@ MOST_EPOCHS = 10**6
 """Beyond what anybody means."""
 
 
+class WrongValue(UserError):
+    """A key of the run file has a value that it does not take."""
+
+    def __init__(self, key: str, what: str, fix: str) -> None:
+        super().__init__(what, fix)
+        self.key = key
+        """The key, dotted; of several that do not go together, the first."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.key, self.what, self.fix)
+
+
 @dataclass(frozen=True)
 class EarlyStopConfig:
     """Stop when a validation metric no longer improves."""
@@ -77,7 +89,8 @@ class TrainConfig:
         at_least("train.threads", self.threads, 1)
         above("train.clip_norm", self.clip_norm, 0)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise UserError(f"train.ema_decay is {self.ema_decay}", "give a number between 0 and 1, such as 0.999")
+            key = "train.ema_decay"
+            raise WrongValue(key, f"{key} is {self.ema_decay}", "give a number between 0 and 1, such as 0.999")
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,8 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_epochs is not None:
-            raise UserError("both schedule.warmup_steps and schedule.warmup_epochs are given", "keep one of them")
+            both = "both schedule.warmup_steps and schedule.warmup_epochs are given"
+            raise WrongValue("schedule.warmup_steps", both, "keep one of them")
         at_least("schedule.warmup_steps", self.warmup_steps, 0)
         at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
         at_most("schedule.warmup_epochs", self.warmup_epochs, MOST_EPOCHS)
@@ -115,7 +129,8 @@ class ScheduleConfig:
         above("schedule.power", self.power, 0)
         above("schedule.step_factor", self.step_factor, 0)
         if self.kind == "step" and not self.step_epochs:
-            raise UserError("schedule.kind is step but schedule.step_epochs is empty", "name epochs, such as [30, 60]")
+            empty = "schedule.kind is step but schedule.step_epochs is empty"
+            raise WrongValue("schedule.kind", empty, "name epochs, such as [30, 60]")
 
 
 @dataclass(frozen=True)
@@ -402,14 +417,16 @@ class Config:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             fix = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
-            raise UserError(f"name is {self.name!r}", fix)
+            raise WrongValue("name", f"name is {self.name!r}", fix)
         if bool(self.task) == bool(self.launch.command):
-            raise UserError(
+            raise WrongValue(
+                "task",
                 "task and launch.command are " + ("both given" if self.task else "both missing"),
                 "give task: package.module:function for a training run, or launch.command for a plain command",
             )
         if self.task and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", self.task):
-            raise UserError(f"task is {self.task!r}", "write package.module:function or path/file.py:function")
+            fix = "write package.module:function or path/file.py:function"
+            raise WrongValue("task", f"task is {self.task!r}", fix)
         if self.task:
             train = self.train
             exactly_one("train.epochs", train.epochs, "train.steps", train.steps)
@@ -419,25 +436,25 @@ class Config:
 
 
 def exactly_one(first: str, first_value: object, second: str, second_value: object) -> None:
-    """Raises UserError unless one of two values is given."""
+    """Raises WrongValue unless one of two values is given."""
     if (first_value is None) == (second_value is None):
         both = "both given" if first_value is not None else "both missing"
-        raise UserError(f"{first} and {second} are {both}", f"give exactly one of {first} and {second}")
+        raise WrongValue(first, f"{first} and {second} are {both}", f"give exactly one of {first} and {second}")
 
 
 def at_least(key: str, value: float | None, least: float) -> None:
-    """Raises UserError where a given value is below the least one, or no number (NaN)."""
+    """Raises WrongValue where a given value is below the least one, or no number (NaN)."""
     if value is not None and not value >= least:
-        raise UserError(f"{key} is {value}", f"give {least} or more")
+        raise WrongValue(key, f"{key} is {value}", f"give {least} or more")
 
 
 def above(key: str, value: float | None, bound: float) -> None:
-    """Raises UserError where a given value is not above the bound, or no number (NaN)."""
+    """Raises WrongValue where a given value is not above the bound, or no number (NaN)."""
     if value is not None and not value > bound:
-        raise UserError(f"{key} is {value}", f"give a number above {bound}")
+        raise WrongValue(key, f"{key} is {value}", f"give a number above {bound}")
 
 
 def at_most(key: str, value: float | None, most: float) -> None:
-    """Raises UserError where a given value is above the largest one."""
+    """Raises WrongValue where a given value is above the largest one."""
     if value is not None and value > most:
-        raise UserError(f"{key} is {value}", f"give {most} or less")
+        raise WrongValue(key, f"{key} is {value}", f"give {most} or less")

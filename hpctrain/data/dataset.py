@@ -1,4 +1,4 @@
-"""What every dataset offers, and the checks that all kinds share."""
+"""What every dataset offers, the checks that all kinds share, and the simplest kind: arrays in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = dict[str, NDArray[Any]]
 
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_BYTES = 16 * 2**20
-READING = threading.Lock()
+_READING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,41 @@ class Dataset(Protocol):
         """Identifies the data wherever it lies, cheaply: see docs/data.md."""
 
 
-def read(dataset: Dataset, indices: NDArray[np.int64]) -> Samples:
+def read_exclusively(dataset: Dataset, indices: NDArray[np.int64]) -> Samples:
     """Its ``read``, while no other thread reads any: training and validation data may be parts of one source."""
-    with READING:
+    with _READING:
         return dataset.read(indices)
+
+
+class ArrayDataset:
+    """Arrays with a common sample axis. Use ``from_arrays``, which checks them."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], fields: Mapping[str, Field]) -> None:
+        self.arrays = arrays
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """See Dataset."""
+        return {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
+
+    def fingerprint(self) -> str:
+        """See Dataset."""
+        return content_fingerprint(self)
+
+
+def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") -> ArrayDataset:
+    """A dataset of array-likes that share their first axis; NumPy arrays are not copied.
+
+    Raises:
+        UserError: an array has no sample axis, holds no numbers, or is not as long as the others.
+    """
+    native = {name: np.asarray(array) for name, array in arrays.items()}
+    fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in native.items()}
+    check_lengths({name: len(array) for name, array in native.items()}, where)
+    return ArrayDataset({name: array.astype(fields[name].dtype, copy=False) for name, array in native.items()}, fields)
 
 
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset
-from hpctrain.data.formats.concat import ConcatDataset
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
-from hpctrain.data.formats.sources import CACHE_BYTES, open_dataset
+from hpctrain.data.formats.sources import CACHE_BYTES, ConcatDataset, open_dataset
 
 BATCH = 256
 

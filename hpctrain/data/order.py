@@ -1,20 +1,46 @@
-"""Which samples make each global batch, and which of them are a rank's. Depends on no rank count."""
+"""Which samples make each global batch, and which of them are a rank's: the same for any number of ranks.
+
+Random numbers depend on what they are for, never on who draws them or when.
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
-from hpctrain.data.random import Stream, generator
 from hpctrain.errors import UserError
 
 GROUP_BLOCKS = 16
 """Blocks whose samples are shuffled together where shuffle is ``block``."""
 
 Shuffle = Literal["full", "block", "none"]
+
+
+class Stream(enum.IntEnum):
+    """What random numbers are for: each purpose has its own stream of the same seed and epoch."""
+
+    ORDER = 0
+    """The order of samples, or of blocks, in an epoch."""
+    WITHIN_GROUP = 1
+    """The order of samples within one group of blocks."""
+    TRANSFORM = 2
+    """The random transform of one sample."""
+
+
+def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0) -> Generator:
+    """A generator keyed by (seed, epoch, stream, index).
+
+    Philox is counter-based (Salmon et al., SC 2011): seed and epoch are its 128-bit key, stream and index the upper
+    half of its 256-bit counter, so that no two generators overlap within their first 2**128 numbers.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    counter = np.array([0, 0, index, stream], dtype=np.uint64)
+    return Generator(Philox(key=key, counter=counter))
 
 
 def part_of(n: int, rank: int, size: int) -> slice:
@@ -141,7 +167,7 @@ class BlockShuffle(EpochOrder):
             blocks = self.blocks[group * GROUP_BLOCKS : (group + 1) * GROUP_BLOCKS]
             samples = (blocks[:, None] * size + np.arange(size)).ravel()
             samples = samples[samples < self.order.length]
-            generator(self.order.seed, self.epoch, Stream.WITHIN_GROUP, group).shuffle(samples)
+            keyed_generator(self.order.seed, self.epoch, Stream.WITHIN_GROUP, group).shuffle(samples)
             self.cached = (group, samples)
         return samples
 
@@ -152,9 +178,9 @@ def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
         return EpochOrder()
     if order.shuffle == "block":
         blocks = np.arange(-(-order.length // order.block_samples), dtype=np.int64)
-        generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
+        keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
         return BlockShuffle(order, epoch, blocks)
     dtype = np.int32 if order.length <= np.iinfo(np.int32).max else np.int64
     permutation = np.arange(order.length, dtype=dtype)
-    generator(order.seed, epoch, Stream.ORDER).shuffle(permutation)
+    keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(permutation)
     return FullShuffle(permutation)

@@ -1,19 +1,23 @@
-"""What each rank trains and validates on, batch after batch."""
+"""What each rank trains and validates on, batch after batch, made ready ahead of the step."""
 
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples, read
+from hpctrain.data.dataset import Dataset, Samples, read_exclusively
 from hpctrain.data.order import Order, part_of
-from hpctrain.data.prefetch import prefetched
-from hpctrain.data.transform import Transform, load
-from hpctrain.data.workers import WorkerPool, start
+from hpctrain.data.samples import Transform, read_and_transform
+from hpctrain.data.worker_pool import WorkerPool, start_workers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class TrainingData:
         """Batches from this one on, without end; an earlier iterator of this object is closed."""
         self.close()
         if self.workers:
-            self.pool = start(self.workers, self.dataset, self.transform, self.seed)
+            self.pool = start_workers(self.workers, self.dataset, self.transform, self.seed)
         self.batches = prefetched(self._load(self._parts(epoch, batch)), self.prefetch)
         return self.batches
 
@@ -118,7 +122,8 @@ class TrainingData:
             loaded = self.pool.load((part.epoch, part.ids) for part in ahead)
             yield from map(self._batch, parts, loaded)
         for part in parts:
-            yield self._batch(part, load(self.dataset, self.transform, self.seed, part.epoch, part.ids))
+            samples = read_and_transform(self.dataset, self.transform, self.seed, part.epoch, part.ids)
+            yield self._batch(part, samples)
 
     def _batch(self, part: Part, samples: Samples) -> Batch:
         count = len(part.ids)
@@ -157,4 +162,51 @@ class ValidationData:
 
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
-            yield read(self.dataset, np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64))
+            yield read_exclusively(
+                self.dataset, np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
+            )
+
+
+class Failed:
+    """What ended the source."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
+    """The items of ``source`` in order, up to ``depth`` of them ready or being made ahead of the consumer.
+
+    The thread starts with the first item asked for. Its errors are raised where the item is taken. Closing the
+    generator ends the thread after the item that it is making, then closes the source.
+    """
+    if depth == 0:
+        yield from source
+        return
+    ready: queue.SimpleQueue[T | Failed] = queue.SimpleQueue()
+    room = threading.Semaphore(depth)
+    stopped = threading.Event()
+
+    def run() -> None:
+        try:
+            while room.acquire() and not stopped.is_set():
+                ready.put(next(source))
+        except BaseException as error:  # StopIteration too: it is what ends the consumer
+            ready.put(Failed(error))
+
+    thread = threading.Thread(target=run, name="hpctrain-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = ready.get()
+            if isinstance(item, Failed):
+                if isinstance(item.error, StopIteration):
+                    return
+                raise item.error
+            yield item
+            room.release()
+    finally:
+        stopped.set()
+        room.release()
+        thread.join()
+        source.close()

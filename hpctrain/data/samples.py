@@ -1,19 +1,51 @@
-"""From single samples, as users' code gives them, to arrays with a sample axis."""
+"""Single samples as users' code gives and transforms them, and arrays of many with a sample axis."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively
+from hpctrain.data.order import Stream, keyed_generator
 from hpctrain.errors import UserError
 
 Sample = dict[str, NDArray[Any]]
 """The arrays of one sample."""
+Transform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
+"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample)."""
+
+
+def read_and_transform(
+    dataset: Dataset, transform: Transform | None, seed: int, epoch: int, ids: NDArray[np.int64]
+) -> Samples:
+    """Reads these samples and transforms each; no samples give no arrays.
+
+    Raises:
+        UserError: the transform failed, or gave samples that differ in shape or dtype; names the sample.
+    """
+    samples = read_exclusively(dataset, ids) if len(ids) else {}
+    if transform is None or not samples:
+        return samples
+    transformed = (
+        transform_one(transform, {name: array[row] for name, array in samples.items()}, seed, epoch, sample_id)
+        for row, sample_id in enumerate(ids.tolist())
+    )
+    return stack(transformed, ids.tolist(), "the transform")
+
+
+def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int) -> Sample:
+    """The transformed sample; raises UserError naming it."""
+    try:
+        return named(transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id)), None)
+    except Exception as error:
+        raise UserError(
+            f"the transform failed on sample {sample_id} in epoch {epoch}: {with_place(error)}",
+            "correct the transform, or the sample",
+        ) from error
 
 
 def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
@@ -65,7 +97,7 @@ def layout(fields: Mapping[str, Field]) -> str:
     return ", ".join(f"{name} {f.dtype}{list(f.shape) or ''}" for name, f in fields.items()) or "nothing"
 
 
-def describe(error: BaseException) -> str:
+def with_place(error: BaseException) -> str:
     """The error and where it arose: ``ValueError: bad angle (augment.py:12 in rotate)``."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

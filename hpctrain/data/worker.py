@@ -1,63 +1,59 @@
-"""A worker process: reads and transforms the parts that its parent names. Started by ``hpctrain.data.workers``."""
+"""A worker process of ``hpctrain.data.worker_pool``: reads and transforms the samples that its parent asks for."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import socket
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from hpctrain.data.dataset_spec import follow
-from hpctrain.data.reference import resolve
-from hpctrain.data.samples import describe
-from hpctrain.data.transform import load
+from hpctrain.data.samples import read_and_transform, with_place
+from hpctrain.data.worker_setup import import_function, reopen
 from hpctrain.errors import HpctrainError
-from hpctrain.system.anonymous_memory import SharedMemory, put, views
+from hpctrain.system.anonymous_memory import AnonymousMemory
 
 
-def main(channel: int, payload: int, slots: list[int]) -> None:
+def main(channel: int, payload: int, results: list[int]) -> None:
     """Answers requests until the parent closes the channel, or dies.
 
     Args:
         channel: descriptor of the socket to the parent: one JSON object a line.
         payload: descriptor of the memory that holds the dataset's arrays, if it has any.
-        slots: descriptors of the memory that results go to.
+        results: descriptors of the memories that results go to, in turns.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # schedulers and terminals signal every process: the parent decides
-    results = [SharedMemory(descriptor) for descriptor in slots]
     with socket.socket(fileno=channel) as parent, parent.makefile("rb") as lines:
-        answer: dict[str, Any] = {}
         try:
-            setup = json.loads(lines.readline())
-            sys.path[:] = setup["path"]  # for the user's functions; all that is ours has been imported
-            dataset = follow(setup["dataset"], views(setup["arrays"], SharedMemory(payload)))
-            transform = resolve(setup["transform"]) if setup["transform"] else None
-        except Exception as error:
-            answer = failure(error)
+            for answer in answers(lines, AnonymousMemory(payload), [AnonymousMemory(result) for result in results]):
+                parent.sendall(json.dumps(answer).encode() + b"\n")
+            lines.read()  # until the parent, which has yet to read the last answer, closes
+        except OSError:
+            pass  # nobody waits for it
+
+
+def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMemory]) -> Iterator[dict[str, Any]]:
+    """Where the samples of each request lie; the first failure, of the set-up too, is the last answer."""
+    turns = itertools.cycle(results)
+    try:
+        setup = json.loads(lines.readline())
+        sys.path[:] = setup["path"]  # for the user's functions; all that is ours has been imported
+        dataset = reopen(setup["dataset"], payload)
+        transform = import_function(setup["transform"]) if setup["transform"] else None
         for line in lines:
             request = json.loads(line)
-            if "what" not in answer:
-                try:
-                    ids = np.array(request["ids"], dtype=np.int64)
-                    samples = load(dataset, transform, setup["seed"], request["epoch"], ids)
-                    answer = {"arrays": put(samples, results[request["slot"]])}
-                except Exception as error:
-                    answer = failure(error)
-            try:
-                parent.sendall(json.dumps(answer).encode() + b"\n")
-            except OSError:
-                return  # nobody waits for it
-
-
-def failure(error: Exception) -> dict[str, str]:
-    """What the parent raises."""
-    if isinstance(error, HpctrainError):
-        return {"what": error.what, "fix": error.fix}
-    return {"what": f"a data worker failed: {describe(error)}", "fix": "correct the dataset or the transform"}
+            ids = np.array(request["ids"], dtype=np.int64)
+            samples = read_and_transform(dataset, transform, setup["seed"], request["epoch"], ids)
+            yield {"arrays": next(turns).put(samples)}
+    except HpctrainError as error:
+        yield {"what": error.what, "fix": error.fix}
+    except Exception as error:
+        yield {"what": f"a data worker failed: {with_place(error)}", "fix": "correct the dataset or the transform"}
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.group import Group
-from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.formats.row_file import RowWriter, create
-from hpctrain.data.pipeline import ValidationData
+from hpctrain.data import Field, RowWriter, Samples, ValidationData, create_row_file
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.train.framework import Framework
 
@@ -30,7 +28,7 @@ def write_predictions(framework: Framework, data: ValidationData, group: Group, 
     partial = path.with_name(f".{path.name}.partial")
     if group.rank == 0:
         make_folder(path)
-        create(partial, fields, len(data.dataset))
+        create_row_file(partial, fields, len(data.dataset))
     group.barrier("make the file of predictions")
     writer = RowWriter.open(partial)
     row = data.part.start

@@ -12,11 +12,8 @@ import numpy as np
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
-from hpctrain.data import open_dataset
-from hpctrain.data.dataset import Dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import TrainingData, ValidationData
-from hpctrain.data.transform import load
+from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data.samples import read_and_transform
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
@@ -94,7 +91,7 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
         from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
 
         if lacks_weights(task.model):
-            dry_call(task, load(train(), task.transform, seed, epoch=0, ids=np.arange(1)))
+            dry_call(task, read_and_transform(train(), task.transform, seed, epoch=0, ids=np.arange(1)))
 
 
 def require_same_data(problem: Problem, world: World) -> None:

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config
-from hpctrain.data.dataset import Samples
+from hpctrain.data import Samples
 from hpctrain.errors import MissingExtra, UserError
 from hpctrain.rank.wiring import Problem, make_framework, make_problem
 from hpctrain.registry.card import fingerprint, model_card

@@ -9,25 +9,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear axis from value ``low`` at pixel ``begin`` to value ``high`` at pixel ``end``."""
+    """An axis from value ``low`` at pixel ``begin`` to value ``high`` at pixel ``end``."""
 
     low: float
     high: float
     begin: float
     end: float
     ticks: tuple[float, ...]
+    log: bool = False
+    """Equal ratios of values are equally far apart; all are above 0."""
 
     def pixel(self, value: float) -> float:
         """Where a value lies."""
-        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
+        low, value, high = (math.log(each) if self.log else each for each in (self.low, value, self.high))
+        return self.begin + (value - low) / (high - low) * (self.end - self.begin)
 
     def value(self, pixel: float) -> float:
-        """What lies at a pixel."""
+        """What lies at a pixel of a linear axis."""
         return self.low + (pixel - self.begin) / (self.end - self.begin) * (self.high - self.low)
 
 
 def make_axis(values: Sequence[float], begin: float, end: float, from_zero: bool = False, most_ticks: int = 6) -> Axis:
-    """An axis that holds all values and ends at round numbers."""
+    """A linear axis that holds all values and ends at round numbers."""
     low, high = (min(values), max(values)) if len(values) else (0.0, 1.0)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -38,6 +41,16 @@ def make_axis(values: Sequence[float], begin: float, end: float, from_zero: bool
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(index * step for index in range(first, last + 1))
     return Axis(ticks[0], ticks[-1], begin, end, ticks)
+
+
+def make_log_axis(values: Sequence[float], begin: float, end: float, most_ticks: int = 8) -> Axis:
+    """A logarithmic axis that holds all values, which are above 0, and ends at 1, 2 or 5 times a power of ten."""
+    powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
+    marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    first = max(index for index, mark in enumerate(marks) if mark <= min(values) * (1 + 1e-9))
+    last = min(index for index, mark in enumerate(marks) if mark >= max(values) * (1 - 1e-9) and index > first)
+    ticks = marks[first : last + 1]
+    return Axis(ticks[0], ticks[-1], begin, end, tuple(ticks[:: -(-len(ticks) // most_ticks)]), log=True)
 
 
 def round_step(width: float) -> float:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.report.plots import LinePlot
+from hpctrain.report.plots import LinePlot, curve
 from hpctrain.report.summary import summarize
-from hpctrain.report.svg import Curve
-from hpctrain.report.thinning import thin
-from hpctrain.run.history import RunData, Series
+from hpctrain.run.history import RunData
 
 RESULTS = (
     "state",
@@ -48,8 +46,8 @@ def overlays(runs: Sequence[RunData], names: Sequence[str]) -> list[LinePlot]:
     kinds += [(name, f"Validation {name}", [run.metrics for run in runs]) for name in metrics]
     plots = []
     for key, title, sources in kinds:
-        curves = [_curve(name, source[key]) for name, source in zip(names, sources, strict=True) if key in source]
-        if any(curve.x for curve in curves):
+        curves = [curve(name, source[key]) for name, source in zip(names, sources, strict=True) if key in source]
+        if any(each.x for each in curves):
             plots.append(LinePlot(title.replace(" ", "_").lower(), title, "step", tuple(curves)))
     return plots
 
@@ -72,8 +70,3 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def distinct_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Names, or paths where two names are the same."""
     return list(names) if len(set(names)) == len(names) else list(paths)
-
-
-def _curve(name: str, series: Series) -> Curve:
-    chosen = thin(series.value)
-    return Curve(name, series.step[chosen].tolist(), series.value[chosen].tolist())

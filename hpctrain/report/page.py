@@ -5,26 +5,40 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.errors import UserError
 from hpctrain.report import svg
 from hpctrain.report.axes import time_unit
+from hpctrain.report.chart import DARK, LIGHT, Chart, picture, style
 from hpctrain.report.explain import Explanation
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
 from hpctrain.report.summary import Attempt, make_attempts, summarize
 from hpctrain.run.history import RunData
 
 
-def render(data: RunData, explanation: Explanation, heat: Mapping[str, NDArray[np.float64]]) -> str:
-    """The page of one run.
+@dataclass(frozen=True)
+class Section:
+    """A chart and the table behind it."""
+
+    key: str
+    """Anchor, and name of the picture's file."""
+    chart: Chart
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+def make_sections(data: RunData, heat: Mapping[str, NDArray[np.float64]]) -> list[Section]:
+    """All charts of one run.
 
     Args:
         data: what the run folder holds.
-        explanation: what ended or slows it.
         heat: per-rank maps by title, float64[ranks, windows] in percent.
     """
     attempts = make_attempts(data)
@@ -33,8 +47,11 @@ def render(data: RunData, explanation: Explanation, heat: Mapping[str, NDArray[n
     if stack:
         sections.append(_stack(stack))
     sections += [_heat(title, values) for title, values in heat.items()]
-    if attempts:
-        sections.append(_attempts(attempts))
+    return [*sections, _attempts(attempts)] if attempts else sections
+
+
+def render(data: RunData, explanation: Explanation, sections: Sequence[Section]) -> str:
+    """The page of one run, with what ended or slows it."""
     return (
         _environment()
         .get_template("report.html.j2")
@@ -57,6 +74,22 @@ def render_comparison(result: Mapping[str, Any], plots: Sequence[LinePlot]) -> s
     return template.render(result=result, sections=[_lines(plot) for plot in plots])
 
 
+def save_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
+    """Writes each chart into a folder, as an SVG file of its own; their paths.
+
+    Raises:
+        UserError: the folder cannot be made or written.
+    """
+    paths = [folder / f"{section.key}.svg" for section in sections]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, section in zip(paths, sections, strict=True):
+            path.write_text(picture([section.chart]), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"pictures cannot be written into {folder}: {error.strerror}", "name a folder") from error
+    return paths
+
+
 CHECKPOINT = ("step", "bytes", "stall_s", "write_s", "path")
 STRAGGLER = ("step", "rank", "host", "cause", "slowdown", "cost", "state", "sentence")
 HANG = ("attempt", "step", "kind", "silence_s", "sentence")
@@ -70,6 +103,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    by_variable = {name: f"var(--{name})" for name in LIGHT}
+    environment.globals |= {"light": LIGHT, "dark": DARK, "chart_style": style(by_variable)}
     environment.filters["number"] = number
     environment.filters["exact"] = exact
     environment.filters["moment"] = moment
@@ -97,24 +132,23 @@ def moment(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _lines(plot: LinePlot) -> dict[str, Any]:
+def _lines(plot: LinePlot) -> Section:
     chart = svg.lines(plot.title, plot.curves, plot.x_label, plot.marks, plot.from_zero)
     rows = [(curve.name, x, y) for curve in plot.curves for x, y in zip(curve.x, curve.y, strict=True)]
-    return _section(plot.key, plot.title, chart, ("curve", plot.x_label, "value"), rows, [c.name for c in plot.curves])
+    return Section(plot.key, chart, ("curve", plot.x_label, "value"), rows)
 
 
-def _stack(plot: StackPlot) -> dict[str, Any]:
+def _stack(plot: StackPlot) -> Section:
     chart = svg.stacked(plot.title, plot.x, plot.layers, plot.x_label)
     rows = [(x, *(layer.y[index] for layer in plot.layers)) for index, x in enumerate(plot.x)]
-    names = [layer.name for layer in plot.layers]
-    return _section(plot.key, plot.title, chart, (plot.x_label, *(f"{name} (%)" for name in names)), rows, names)
+    return Section(plot.key, chart, (plot.x_label, *(f"{layer.name} (%)" for layer in plot.layers)), rows)
 
 
-def _heat(title: str, values: NDArray[np.float64]) -> dict[str, Any]:
+def _heat(title: str, values: NDArray[np.float64]) -> Section:
     chart = svg.heat_map(title, values, "window", "rank", "%")
     with np.errstate(all="ignore"):
         rows = [(rank, *_spread(row)) for rank, row in enumerate(values)]
-    return _section("heat", title, chart, ("row", "median (%)", "max (%)"), rows, [])
+    return Section("heat", chart, ("row", "median (%)", "max (%)"), rows)
 
 
 def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
@@ -122,7 +156,7 @@ def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
     return (float(np.median(finite)), float(finite.max())) if finite.size else (None, None)
 
 
-def _attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
+def _attempts(attempts: Sequence[Attempt]) -> Section:
     first = attempts[0].begin
     unit, unit_name = time_unit(attempts[-1].end - first)
     spans = [
@@ -136,13 +170,7 @@ def _attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
     ]
     rows = [(a.number, moment(a.begin), moment(a.end), a.from_step, a.to_step, a.ending) for a in attempts]
     header = ("attempt", "began", "ended", "from step", "newest checkpoint", "how it ended")
-    return _section("attempts", "Attempts", svg.time_line("Attempts", spans, unit_name), header, rows, [])
-
-
-def _section(
-    key: str, title: str, chart: str, header: Sequence[str], rows: Sequence[Sequence[Any]], legend: Sequence[str]
-) -> dict[str, Any]:
-    return {"key": key, "title": title, "chart": chart, "header": header, "rows": rows, "legend": legend}
+    return Section("attempts", svg.time_line("Attempts", spans, unit_name), header, rows)
 
 
 def _row(event: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:

@@ -1,18 +1,31 @@
-"""What a report plots: curves with few enough points, for the page and for pictures alike."""
+"""What a report plots: curves and maps with few enough points to be seen."""
 
 from __future__ import annotations
 
+import io
+import itertools
+import os
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.report.axes import time_unit
 from hpctrain.report.summary import Attempt
 from hpctrain.report.svg import Curve, Mark
-from hpctrain.report.thinning import thin
+from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunData, Series
+from hpctrain.system import safe_read
 
+MOST_BYTES = 128 << 20
+"""Of the map as it is stored: 512 windows of 100,000 ranks take 100 MB."""
+POINTS = 400
+"""Most points of one curve."""
+MOST_ROWS, MOST_COLUMNS = 64, 120
+"""Of a map."""
 STACK_COLUMNS = 200
 """Intervals that the phase breakdown is drawn in."""
 
@@ -63,10 +76,10 @@ def line_plots(data: RunData, attempts: Sequence[Attempt]) -> list[LinePlot]:
     for key, title, named, from_zero in wanted:
         if not named:
             continue
-        curves = tuple(_curve(name, series) for name, series in named.items())
+        curves = tuple(curve(name, series) for name, series in named.items())
         plots.append(LinePlot(key, title, "step", curves, tuple(resumes), from_zero))
         if key in ("loss", "metrics"):
-            timed = tuple(_curve(name, series, begin, unit) for name, series in named.items())
+            timed = tuple(curve(name, series, begin, unit) for name, series in named.items())
             label = f"{unit_name} since the start"
             plots.append(LinePlot(f"{key}_time", f"{title} against time", label, timed, tuple(restarts)))
     return [plot for plot in plots if any(curve.x for curve in plot.curves)]
@@ -91,7 +104,54 @@ def phase_plot(data: RunData) -> StackPlot | None:
     )
 
 
-def _curve(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Curve:
+def heat_maps(run_dir: RunDir) -> dict[str, NDArray[np.float64]]:
+    """The monitor's maps by title, float64[ranks or groups of them, windows]; none if the monitor left none."""
+    try:
+        with os.fdopen(safe_read.open_plain(run_dir.monitor / "heat.npz"), "rb") as file:
+            excess = _array(file, "excess.npy").astype(np.float64) * 100
+    except (OSError, KeyError, ValueError, RuntimeError, MemoryError, zipfile.BadZipFile):
+        return {}
+    return {"Busy time beyond the peers', by rank": shrink(excess)} if excess.size else {}
+
+
+def curve(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Curve:
+    """A series against its steps, or against the time since ``begin`` in units of ``unit`` seconds; thinned."""
     chosen = thin(series.value)
     x = series.step if begin is None else (series.time - begin) / unit
     return Curve(name, x[chosen].tolist(), series.value[chosen].tolist())
+
+
+def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
+    """Indices of at most ``points`` samples of a curve: each stretch's smallest and largest value, and the ends.
+
+    Peaks and dips survive, unlike with averages or every n-th value. Values that are not finite are passed over.
+    """
+    finite = np.flatnonzero(np.isfinite(y))
+    if len(finite) <= points:
+        return finite
+    edges = np.linspace(0, len(finite), (points - 2) // 2 + 1).astype(np.int64)
+    chosen = {int(finite[0]), int(finite[-1])}
+    for begin, end in itertools.pairwise(edges):
+        stretch = finite[begin:end]
+        chosen.add(int(stretch[np.argmin(y[stretch])]))
+        chosen.add(int(stretch[np.argmax(y[stretch])]))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def shrink(values: NDArray[np.float64], rows: int = MOST_ROWS, columns: int = MOST_COLUMNS) -> NDArray[np.float64]:
+    """The largest value of each block of neighbours; slow spots survive."""
+    for axis, most in ((0, rows), (1, columns)):
+        if values.shape[axis] > most:
+            edges = np.linspace(0, values.shape[axis], most, endpoint=False).astype(np.int64)
+            values = np.fmax.reduceat(values, edges, axis=axis)
+    return values
+
+
+def _array(file: BinaryIO, name: str) -> NDArray[np.floating]:
+    """A member of an archive of arrays; ValueError where it is more than a map, or none."""
+    with zipfile.ZipFile(file) as archive, archive.open(name) as member:
+        content = member.read(MOST_BYTES + 1)
+    values = np.load(io.BytesIO(content), allow_pickle=False)
+    if len(content) > MOST_BYTES or values.dtype.kind != "f" or values.ndim != 2:
+        raise ValueError("not a map")
+    return values

@@ -1,5 +1,4 @@
-"""Charts as inline SVG: pure functions from numbers to text. Colours are CSS classes, so that a page has light and
-dark."""
+"""Charts as SVG: pure functions from numbers to text."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.report.axes import Axis, label, make_axis
+from hpctrain.report.axes import Axis, label, make_axis, make_log_axis
+from hpctrain.report.chart import WIDTH, Chart, Key, Look
 
-WIDTH, HEIGHT = 720, 260
+HEIGHT = 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34
 FAINT = 10.0
 """Full scale of a heat map whose values are smaller: noise must not look like a finding."""
@@ -24,11 +24,16 @@ NAME_LENGTH = 110
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line."""
+    """A named line, or points."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    look: Look = "line"
+    colour: int | None = None
+    """0 to 7; by default by the place among the curves."""
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """Smallest and largest y at each x, as a faint area."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +57,48 @@ class Span:
 
 
 def lines(
-    title: str, curves: Sequence[Curve], x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False
-) -> str:
-    """A line chart. ``data-`` attributes carry the ranges, so that a reader can get the values back from the points."""
-    x_axis = make_axis([x for curve in curves for x in curve.x], LEFT, WIDTH - RIGHT)
-    y_axis = make_axis([y for curve in curves for y in curve.y], HEIGHT - BOTTOM, TOP, from_zero)
+    title: str,
+    curves: Sequence[Curve],
+    x_label: str,
+    marks: Sequence[Mark] = (),
+    from_zero: bool = False,
+    log_y: bool = False,
+    sizes: Sequence[int] = (),
+) -> Chart:
+    """A line chart.
+
+    Args:
+        title: above it.
+        curves: at least one.
+        x_label: what x is, with its unit.
+        marks: vertical lines.
+        from_zero: the y axis holds 0.
+        log_y: the y axis is logarithmic.
+        sizes: ticks of a logarithmic x axis, such as numbers of ranks; without them it is linear.
+    """
+    xs = [x for curve in curves for x in curve.x]
+    ys = [y for curve in curves for each in (curve.y, *(curve.band or ())) for y in each]
+    x_axis = make_axis(xs, LEFT, WIDTH - RIGHT)
+    if sizes:
+        low, high = min(sizes) / 1.15, max(sizes) * 1.15
+        x_axis = Axis(low, high, LEFT, WIDTH - RIGHT, tuple(map(float, sizes)), log=True)
+    bottom = HEIGHT - BOTTOM
+    y_axis = make_log_axis(ys, bottom, TOP) if log_y else make_axis(ys, bottom, TOP, from_zero)
     body = [*_grid(x_axis, y_axis), _x_label(x_label)]
-    for index, curve in enumerate(curves):
-        points = " ".join(f"{x_axis.pixel(x):.3f},{y_axis.pixel(y):.3f}" for x, y in zip(curve.x, curve.y, strict=True))
-        body.append(f'<polyline class="line c{index % 8}" data-name="{escape(curve.name)}" points="{points}"/>')
-        if len(curve.x) == 1:
-            dot_x, dot_y = points.split(",")
-            body.append(f'<circle class="dot c{index % 8}" cx="{dot_x}" cy="{dot_y}" r="3"/>')
+    colours = [index % 8 if curve.colour is None else curve.colour for index, curve in enumerate(curves)]
+    for curve, colour in zip(curves, colours, strict=True):
+        body.append(_curve(curve, colour, x_axis, y_axis))
     for mark in (mark for mark in marks if x_axis.low <= mark.x <= x_axis.high):
         x = x_axis.pixel(mark.x)
         body.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
             f"<title>{escape(mark.name)}</title></line>"
         )
-    ranges = (
-        f'data-x="{x_axis.low:.17g} {x_axis.high:.17g} {x_axis.begin} {x_axis.end}" '
-        f'data-y="{y_axis.low:.17g} {y_axis.high:.17g} {y_axis.begin} {y_axis.end}"'
-    )
-    return _svg(title, body, HEIGHT, ranges)
+    legend = tuple(Key(curve.name, colour, curve.look) for curve, colour in zip(curves, colours, strict=True))
+    return Chart(title, HEIGHT, "".join(body), f"{_range('x', x_axis)} {_range('y', y_axis)}", legend)
 
 
-def stacked(title: str, x: Sequence[float], layers: Sequence[Curve], x_label: str) -> str:
+def stacked(title: str, x: Sequence[float], layers: Sequence[Curve], x_label: str) -> Chart:
     """Layers on top of each other, each over the same ``x``; every layer's ``y`` is its own thickness."""
     total = np.sum([layer.y for layer in layers], axis=0) if layers else np.zeros(0)
     x_axis = make_axis(x, LEFT, WIDTH - RIGHT)
@@ -86,24 +107,29 @@ def stacked(title: str, x: Sequence[float], layers: Sequence[Curve], x_label: st
     base = np.zeros(len(x))
     for index, layer in enumerate(layers):
         top = base + np.asarray(layer.y)
-        edge = [(a, b) for a, b in zip(x, top.tolist(), strict=True)]
-        back = [(a, b) for a, b in zip(reversed(x), reversed(base.tolist()), strict=True)]
-        points = " ".join(f"{x_axis.pixel(a):.2f},{y_axis.pixel(b):.2f}" for a, b in [*edge, *back])
-        name = escape(layer.name)
+        name, points = escape(layer.name), _between(x, base.tolist(), top.tolist(), x_axis, y_axis)
         body.append(
             f'<polygon class="area c{index % 8}" data-name="{name}" points="{points}"><title>{name}</title></polygon>'
         )
         base = top
-    return _svg(title, body, HEIGHT)
+    return Chart(
+        title,
+        HEIGHT,
+        "".join(body),
+        legend=tuple(Key(each.name, index % 8, "area") for index, each in enumerate(layers)),
+    )
 
 
-def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str, unit: str) -> str:
+def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str, unit: str) -> Chart:
     """Rows of cells in one colour above zero and another one below, the stronger the further away; NaN stays empty.
 
     Each cell carries its value, to two decimals, and the drawing the range, in ``data-`` attributes.
 
     Args:
+        title: above it.
         values: float64[rows, columns], already small enough to be seen (at most about 64 x 200).
+        x_label: what columns are.
+        y_label: what rows are.
         unit: of the values.
     """
     rows, columns = values.shape
@@ -126,11 +152,11 @@ def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str
                     f'data-value="{value:.2f}"/>'
                 )
     legend = f"{low:.3g} to {high:.3g} {escape(unit)}; orange: above 0, blue: below"
-    caption = f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{legend}</text>'
-    return _svg(title, [*body, caption], height, f'data-z="{low:.17g} {high:.17g}"')
+    body.append(f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{legend}</text>')
+    return Chart(title, height, "".join(body), f'data-z="{low:.17g} {high:.17g}"')
 
 
-def time_line(title: str, spans: Sequence[Span], x_label: str) -> str:
+def time_line(title: str, spans: Sequence[Span], x_label: str) -> Chart:
     """Bars below each other, each with its name above it."""
     height = TOP + BOTTOM + SPAN_HEIGHT * max(len(spans), 1)
     x_axis = make_axis([edge for span in spans for edge in (span.begin, span.end)], RIGHT + 4, WIDTH - RIGHT - 4)
@@ -148,15 +174,32 @@ def time_line(title: str, spans: Sequence[Span], x_label: str) -> str:
             f'<rect class="span {escape(span.kind)}" x="{x:.1f}" y="{y + 19}" width="{width:.1f}" height="16" rx="2">'
             f"<title>{escape(span.name)}</title></rect>"
         )
-    return _svg(title, body, height, f'data-x="{x_axis.low:.17g} {x_axis.high:.17g} {x_axis.begin} {x_axis.end}"')
+    return Chart(title, height, "".join(body), _range("x", x_axis))
 
 
-def _svg(title: str, body: Sequence[str], height: float, attributes: str = "") -> str:
-    name = escape(title)
-    return (
-        f'<svg role="img" aria-label="{name}" viewBox="0 0 {WIDTH} {height:g}" {attributes}><title>{name}</title>'
-        f"{''.join(body)}</svg>"
-    )
+def _curve(curve: Curve, colour: int, x_axis: Axis, y_axis: Axis) -> str:
+    points = [(x_axis.pixel(x), y_axis.pixel(y)) for x, y in zip(curve.x, curve.y, strict=True)]
+    parts = []
+    if curve.band:
+        parts.append(f'<polygon class="band c{colour}" points="{_between(curve.x, *curve.band, x_axis, y_axis)}"/>')
+    if curve.look not in ("points", "rings"):
+        joined = " ".join(f"{x:.3f},{y:.3f}" for x, y in points)
+        name = escape(curve.name)
+        parts.append(f'<polyline class="line {curve.look} c{colour}" data-name="{name}" points="{joined}"/>')
+    if curve.look in ("points", "rings") or len(points) == 1:
+        kind = "ring" if curve.look == "rings" else "dot"
+        parts += [f'<circle class="{kind} c{colour}" cx="{x:.3f}" cy="{y:.3f}" r="3"/>' for x, y in points]
+    return "".join(parts)
+
+
+def _between(x: Sequence[float], low: Sequence[float], high: Sequence[float], x_axis: Axis, y_axis: Axis) -> str:
+    """The outline of an area."""
+    edge = [*zip(x, high, strict=True), *zip(reversed(x), reversed(low), strict=True)]
+    return " ".join(f"{x_axis.pixel(a):.2f},{y_axis.pixel(b):.2f}" for a, b in edge)
+
+
+def _range(name: str, axis: Axis) -> str:
+    return f'data-{name}="{axis.low:.17g} {axis.high:.17g} {axis.begin} {axis.end}"'
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:

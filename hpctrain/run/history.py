@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from hpctrain.config.loading import read_yaml
+from hpctrain.config.values import read_yaml
 from hpctrain.errors import UserError
 from hpctrain.run.documents import MOST_WORD_BYTES, is_word
 from hpctrain.run.events import COMMON, REPEATED, Decoder, Event

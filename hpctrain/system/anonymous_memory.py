@@ -17,52 +17,46 @@ from numpy.typing import NDArray
 
 ALIGNMENT = 64
 
-Described = Sequence[tuple[str, str, Sequence[int], int]]
-"""Name, dtype, shape and offset of each array in a memory."""
+Places = Sequence[tuple[str, str, Sequence[int], int]]
+"""Name, dtype, shape and offset of each array in a memory; survives JSON."""
 
 
-class SharedMemory:
-    """Bytes behind a descriptor; grows, never shrinks. Each process has its own object over the same descriptor."""
+class AnonymousMemory:
+    """Memory behind a descriptor; grows, never shrinks. Each process has its own object over the same descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.mapping: mmap.mmap | None = None
 
-    def view(self, num_bytes: int) -> memoryview:
-        """The first ``num_bytes``, writable, valid until a longer view is asked for."""
-        if self.mapping is None or len(self.mapping) < num_bytes:
-            if os.fstat(self.descriptor).st_size < num_bytes:
-                os.ftruncate(self.descriptor, num_bytes)
+    @classmethod
+    def create(cls) -> AnonymousMemory:
+        """New memory; children get it when they are given its descriptor."""
+        if hasattr(os, "memfd_create"):
+            return cls(os.memfd_create("hpctrain"))
+        with tempfile.TemporaryFile() as file:  # a Python built against an old C library, as conda's are
+            return cls(os.dup(file.fileno()))
+
+    def put(self, arrays: Mapping[str, NDArray[Any]]) -> Places:
+        """Copies the arrays in, over what is there, and says where they are."""
+        places, offset = [], 0
+        for name, array in arrays.items():
+            places.append((name, array.dtype.str, array.shape, offset))
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        for name, view in self.views(places).items():
+            view[...] = arrays[name]
+        return places
+
+    def views(self, places: Places) -> dict[str, NDArray[Any]]:
+        """The arrays at these places: writable, and changed by the next ``put`` of any process."""
+        ends = (offset + np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape, offset in places)
+        size = max([1, *ends])
+        if self.mapping is None or len(self.mapping) < size:
+            if os.fstat(self.descriptor).st_size < size:
+                os.ftruncate(self.descriptor, size)
             self.mapping = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
-        return memoryview(self.mapping)[:num_bytes]
+        return {name: np.ndarray(shape, dtype, self.mapping, offset) for name, dtype, shape, offset in places}
 
     def close(self) -> None:
         """Gives it up; the memory is freed when all processes have."""
         self.mapping = None
         os.close(self.descriptor)
-
-
-def create() -> SharedMemory:
-    """New shared memory; children get it when they are given its descriptor."""
-    if hasattr(os, "memfd_create"):
-        return SharedMemory(os.memfd_create("hpctrain-data"))
-    with tempfile.TemporaryFile() as file:
-        return SharedMemory(os.dup(file.fileno()))
-
-
-def put(arrays: Mapping[str, NDArray[Any]], memory: SharedMemory) -> Described:
-    """Copies the arrays into the memory and says where they are."""
-    offsets = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values()]).tolist()
-    view = memory.view(max(1, offsets[-1]))
-    described = []
-    for (name, array), offset in zip(arrays.items(), offsets, strict=False):
-        np.ndarray(array.shape, array.dtype, view, offset)[...] = array
-        described.append((name, array.dtype.str, array.shape, offset))
-    return described
-
-
-def views(described: Described, memory: SharedMemory) -> dict[str, NDArray[Any]]:
-    """The arrays that ``put`` describes, in place."""
-    ends = (offset + np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape, offset in described)
-    view = memory.view(max([1, *ends]))
-    return {name: np.ndarray(shape, dtype, view, offset) for name, dtype, shape, offset in described}

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Samples
+from hpctrain.data import Samples
 from hpctrain.reduce.choice import Choice
 from hpctrain.train.state import StateTensor
 

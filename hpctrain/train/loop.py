@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.data.pipeline import Batch, TrainingData
+from hpctrain.data import Batch, TrainingData
 from hpctrain.errors import NoRequeue
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.pipeline import Batch
+from hpctrain.data import Batch
 
 
 @dataclass

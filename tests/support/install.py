@@ -12,14 +12,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def build_wheel(room: Path) -> Path:
-    """A wheel of this checkout, built from a copy that is deleted afterwards."""
+    """A wheel of this checkout, built as those on an index are: from the sdist of a copy."""
     sources = room / "sources"
     for name in ("hpctrain", "slurm"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, sources)
-    pip(Path(sys.executable), "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", room, sources)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(room)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=sources, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     shutil.rmtree(sources)
+    (sdist,) = room.glob("hpctrain-*.tar.gz")
+    pip(Path(sys.executable), "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", room, sdist)
     return next(room.glob("hpctrain-*.whl"))
 
 

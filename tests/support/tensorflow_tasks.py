@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.data.order import part_of
+from hpctrain.data import part_of
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.tasks.definition import KerasTask

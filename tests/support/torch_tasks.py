@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.data.order import part_of
+from hpctrain.data import part_of
 from hpctrain.frameworks.torch.framework import TorchFramework, seed
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock

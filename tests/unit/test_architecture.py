@@ -34,7 +34,7 @@ ROOMS: dict[str, str] = {
     "watch": "errors system run track launch",
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",
-    "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch",
+    "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
     "commands": "errors system config comm run data train tasks frameworks checkpoint track rank registry launch "
     "report watch doctor horovod_wheel",
     "cli": "errors system config",

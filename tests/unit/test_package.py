@@ -37,9 +37,7 @@ def test_the_installed_command_works(installed: Path) -> None:
 
 
 def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
-    done = run_installed(
-        installed, "-c", "from hpctrain.launch.engines.slurm.resources import template_dir as d; print(d())"
-    )
+    done = run_installed(installed, "-c", "from hpctrain.launch.engines.slurm import FILES; print(FILES)")
     assert Path(done.stdout.strip()).is_relative_to(installed), "another hpctrain was imported"
     carried = {path.relative_to(done.stdout.strip()) for path in Path(done.stdout.strip()).rglob("*") if path.is_file()}
     ours = {path.relative_to(ROOT / "slurm") for path in (ROOT / "slurm").rglob("*") if path.is_file()}
@@ -49,7 +47,7 @@ def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
 def test_the_wheel_carries_every_module_and_data_file(installed: Path) -> None:
     def files(root: Path) -> set[Path]:
         listed = (path.relative_to(root) for path in (root / "hpctrain").rglob("*") if path.is_file())
-        return {path for path in listed if path.suffix != ".pyc" and "_slurm" not in path.parts}
+        return {path for path in listed if path.suffix != ".pyc"}
 
     assert files(ROOT) - files(installed) == set()
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=THRESHOLD,
         help=f"least efficiency that is worth more nodes (default: {THRESHOLD})",
     )
-    parser.add_argument("--output", help="folder of runs, scaling.json and scaling.png (default: runs/<name>-scaling)")
+    parser.add_argument("--output", help="folder of runs, scaling.json and scaling.svg (default: runs/<name>-scaling)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
         "threads": threads or config.train.threads or config.launch.slurm.cpus_per_rank or 1,
         **analyse(by_mode, samples, runs.started(jobs), crowded, assumed, cores, args.threshold),
     }
-    picture = output / "scaling.png"
-    plot.save(result, picture)
+    picture = output / "scaling.svg"
+    write_atomically(picture, plot.draw(result).encode())
     result["plot"] = str(picture)
     write_atomically(output / "scaling.json", json.dumps(result, indent=1).encode())
     foreign_text.show(json.dumps(result) if args.json else f"{report.text(result)}\n{picture}")

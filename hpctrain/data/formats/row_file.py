@@ -14,7 +14,7 @@ from hpctrain.data.dataset import Field, Samples
 from hpctrain.errors import RunFailed
 
 
-def create(path: Path, fields: Mapping[str, Field], length: int) -> None:
+def create_row_file(path: Path, fields: Mapping[str, Field], length: int) -> None:
     """Makes the file with all of its space: contiguous datasets of shape [length, *field.shape], not filled.
 
     Raises:
@@ -36,7 +36,7 @@ def create(path: Path, fields: Mapping[str, Field], length: int) -> None:
 
 @dataclass(frozen=True)
 class RowWriter:
-    """Writes rows into a file that ``create`` made."""
+    """Writes rows into a file that ``create_row_file`` made."""
 
     path: Path
     offsets: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""From whatever the user calls data to a Dataset."""
+"""From whatever the user calls data to a Dataset; several files are one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples, choose
+from hpctrain.data.dataset import Dataset, Field, Samples, choose, content_fingerprint, from_arrays
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.concat import concatenate
-from hpctrain.data.formats.memory import from_arrays
+from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
 
 CACHE_BYTES = 256 * 2**20
@@ -44,7 +43,8 @@ def open_dataset(
     """
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
-        return CalledDataset(source, names, cache_bytes, allow_outside)
+        dataset = open_dataset(source(), names, cache_bytes, allow_outside)
+        return CalledDataset(dataset, source, names, cache_bytes, allow_outside)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
@@ -71,21 +71,22 @@ def open_dataset(
 
 
 class CalledDataset:
-    """What a function returns; it can be called again elsewhere."""
+    """What a function returned; the function can be called again elsewhere."""
 
     def __init__(
         self,
+        dataset: Dataset,
         function: Callable[[], Any],
         names: tuple[str, ...] | None,
         cache_bytes: int,
         outside: Sequence[str | Path],
     ) -> None:
+        self.dataset = dataset
         self.function = function
         self.names = names
         self.cache_bytes = cache_bytes
         self.outside = tuple(map(str, outside))
-        self.dataset = open_dataset(function(), names, cache_bytes, outside)
-        self.fields = self.dataset.fields
+        self.fields = dataset.fields
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -97,6 +98,44 @@ class CalledDataset:
     def fingerprint(self) -> str:
         """See Dataset."""
         return self.dataset.fingerprint()
+
+
+class ConcatDataset:
+    """The samples of the parts, one part after the other. Use ``concatenate``, which checks them."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        self.parts = parts
+        self.fields: Mapping[str, Field] = parts[0].fields
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """See Dataset."""
+        owner = np.searchsorted(self.ends, indices, side="right")
+        samples = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self.fields.items()}
+        for index in np.unique(owner).tolist():
+            rows = np.flatnonzero(owner == index)
+            part = self.parts[index]
+            for name, values in part.read(indices[rows] - (self.ends[index] - len(part))).items():
+                samples[name][rows] = values
+        return samples
+
+    def fingerprint(self) -> str:
+        """See Dataset."""
+        return content_fingerprint(self)
+
+
+def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
+    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError where their fields differ."""
+    for part, name in zip(parts, names, strict=True):
+        if dict(part.fields) != dict(parts[0].fields):
+            raise UserError(
+                f"{name} holds {layout(part.fields)} but {names[0]} holds {layout(parts[0].fields)}",
+                "give files with the same arrays, shapes and dtypes, or name only arrays that they share",
+            )
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
 def open_files(

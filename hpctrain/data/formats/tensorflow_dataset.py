@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.data.formats.memory import ArrayDataset, from_arrays
-from hpctrain.data.samples import describe, named, stack
+from hpctrain.data.dataset import ArrayDataset, from_arrays
+from hpctrain.data.samples import named, stack, with_place
 from hpctrain.errors import UserError
 
 MEMORY_BYTES = 4 * 2**30
@@ -45,7 +45,7 @@ def from_tensorflow(source: Any, names: tuple[str, ...] | None) -> ArrayDataset:
                 )
     except tf.errors.OpError as error:
         raise UserError(
-            f"the tf.data pipeline failed on sample {len(samples)}: {describe(error)}", "correct it"
+            f"the tf.data pipeline failed on sample {len(samples)}: {with_place(error)}", "correct it"
         ) from error
     if not samples:
         raise UserError("the tf.data pipeline gives no samples", "give data with at least one sample")

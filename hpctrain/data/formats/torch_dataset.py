@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples, check_field
-from hpctrain.data.samples import Sample, describe, layout, named, stack
+from hpctrain.data.samples import Sample, layout, named, stack, with_place
 from hpctrain.errors import UserError
 
 
@@ -76,7 +76,8 @@ def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{type(source).__name__} failed on sample {index}: {describe(error)}", "correct the dataset, or the sample"
+            f"{type(source).__name__} failed on sample {index}: {with_place(error)}",
+            "correct the dataset, or the sample",
         ) from error
 
 

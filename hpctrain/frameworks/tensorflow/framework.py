@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
-from hpctrain.data.dataset import Samples
+from hpctrain.data import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale

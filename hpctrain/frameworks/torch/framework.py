@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
-from hpctrain.data.dataset import Samples
+from hpctrain.data import Samples
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind

@@ -276,17 +276,6 @@ def main() -> None:
     chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, Voice(reader).say)
     listener = socket.socket(fileno=plan.listener) if plan.listener is not None else None
     ChiefAgent(node, chief, listener, token).run()
-    draw(folder)
-
-
-def draw(folder: RunDir) -> None:
-    """The heat map, where matplotlib is installed."""
-    from hpctrain.errors import MissingExtra
-    from hpctrain.monitor.chief import heat
-
-    if (folder.monitor / "heat.npz").exists():
-        with contextlib.suppress(MissingExtra, OSError):  # a full disk: the report draws it from the data
-            heat.draw(folder.monitor / "heat.npz", folder.monitor / "heat.png", folder.path.name)
 
 
 if __name__ == "__main__":

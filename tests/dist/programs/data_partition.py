@@ -7,9 +7,7 @@ from itertools import islice
 import numpy as np
 
 from hpctrain.comm.world import connect
-from hpctrain.data import open_dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
 
 
 def noise(sample, rng):

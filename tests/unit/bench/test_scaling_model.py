@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import xml.etree.ElementTree as ET
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling import scaling_command
+from hpctrain.bench.scaling import plot, scaling_command
 from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape
 from hpctrain.bench.scaling.model import COMPUTE, EXCHANGE, Gradients, Mode, Prediction, Timing, efficiency, predict
 from hpctrain.bench.scaling.report import recommend, text
@@ -17,6 +17,7 @@ from tests.unit.bench.test_scaling_fit import exchanges
 LINKS = ExchangeModel(Link(2e-6, 1e-10), Link(5e-5, 1e-9))
 GRADIENTS = Gradients(bytes=20_000_000, through_mpi=True)
 WORK_S = 0.1
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timing(shape: Shape, mode: Mode, noise: float = 0.01, overhead_s: float = 0.003) -> Timing:
@@ -160,9 +161,14 @@ def test_an_assumed_link_leads_to_more_nodes_and_says_so() -> None:
     assert "exchange between nodes (assumed): 20 us a message, 1.25 GB/s" in text(result)
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from hpctrain.bench.scaling import plot
-
-    plot.save(analysed([Shape(1, 1), Shape(1, 4), Shape(2, 4)], []), tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("crowded", [[], [Shape(2, 4)], [Shape(1, 4), Shape(2, 4)]])
+def test_the_picture_shows_both_modes_measured_expected_and_ideal(crowded: list[Shape]) -> None:
+    result = analysed([Shape(1, 1), Shape(1, 4), Shape(2, 4)], crowded)
+    drawing = ET.fromstring(plot.draw(result))
+    rings = [element for element in drawing.iter(f"{SVG}circle") if "ring" in element.attrib["class"]]
+    names = {element.text for element in drawing.iter(f"{SVG}text")}
+    expected = {f"{mode}, {what}" for mode in ("weak", "strong") for what in ("measured", "ideal")}
+    expected |= {"ideal", "threshold", "1", "4", "8"}
+    modelled = {"weak, model", "strong, model"}
+    assert names >= expected and (names >= modelled) is (len(crowded) < 2)
+    assert len(rings) == 4 * len(crowded) + (4 if crowded else 0), "the points, and one in each legend"

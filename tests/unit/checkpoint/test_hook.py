@@ -19,9 +19,7 @@ from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
-from hpctrain.data import open_dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import TrainingData
+from hpctrain.data import Order, TrainingData, open_dataset
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason

@@ -40,6 +40,17 @@ def test_defaults_and_overrides(run_file: Path) -> None:
     assert config.train.early_stop.patience == 9
 
 
+def test_arguments_of_the_task_are_given_together_or_one_by_one(run_file: Path) -> None:
+    run_file.write_text(MINIMAL + "task_args: {a: 1, b: 2}\n")
+    assert load(run_file, ["--task_args.b", "[3]", "--task_args", "{c: x}"]).task_args == {"a": 1, "b": [3], "c": "x"}
+
+
+def test_a_required_key_that_is_missing_is_named(run_file: Path) -> None:
+    run_file.write_text("task: m:f\n")
+    error = refused(run_file)
+    assert (error.what, error.fix) == ("name is missing", "give text")
+
+
 def test_scalars_are_read_as_yaml_1_2(run_file: Path) -> None:
     run_file.write_text(
         MINIMAL + "reduce: {overlap: off}\nlaunch: {slurm: {time: 01:30:00}}\n"
@@ -68,6 +79,13 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("data: {globl: 3}", "run.yaml:4: unknown key 'data.globl'", "configuration.md"),
         ("reduce: {compresion: fp16}", "run.yaml:4: unknown key 'reduce.compresion'", "reduce.compression"),
         ("sed: 3", "unknown key 'sed'", "seed"),
+        ("seed: null", "run.yaml:4: seed cannot be 'null'", "integer"),
+        ("task_args: [1]", "run.yaml:4: task_args cannot be '[1]'", "mapping"),
+        ("task_args: {1: a}", "run.yaml:4: task_args cannot be '1'", "mapping"),
+        ("launch: {env: {A: 1}}", "run.yaml:4: launch.env cannot be '1'", "mapping"),
+        ("schedule: {step_epochs: [1, a]}", "run.yaml:4: schedule.step_epochs cannot be 'a'", "list of integer"),
+        ("schedule: {kind: step}", "run.yaml:4: schedule.kind is step but schedule.step_epochs is empty", "[30, 60]"),
+        ("schedule: {warmup_steps: 1, warmup_epochs: 1}", "run.yaml:4: both schedule.warmup_steps and", "one of them"),
         ("data: {drop_last: 3}", "run.yaml:4: data.drop_last cannot be '3'", "true or false"),
         ("reduce: {kind: foo}", "run.yaml:4: reduce.kind cannot be 'foo'", "auto, horovod, mpi, none"),
         ("schedule: 3", "run.yaml:4: schedule cannot be '3'", "mapping"),
@@ -96,6 +114,10 @@ def test_wrong_files_name_line_key_and_cure(run_file: Path, line: str, what: str
         (["--epochs", "3"], "unknown option --epochs", "--train.epochs"),
         (["--train.epochs", "x"], "train.epochs cannot be 'x'", "integer"),
         (["--train.epochs"], "train.epochs needs a value", "integer"),
+        (["--train.epochs", "--name=b"], "train.epochs needs a value", "integer"),
+        (["--train.early_stop", "{}"], "unknown option --train.early_stop", "--train.early_stop.mode"),
+        (["--task_args.", "5"], "unknown option --task_args.", "--task_args"),
+        (["more"], "'more' is not an option", "--key value"),
         (["--task_args.optimizer.lr", "5"], "--task_args.optimizer.lr names a part", "--task_args.optimizer '{...}'"),
         (["--train.steps", "5"], "train.epochs and train.steps are both given", "exactly one"),
         (["--train.global_batch", "0"], "train.global_batch is 0", "1 or more"),

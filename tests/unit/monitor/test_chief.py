@@ -18,6 +18,7 @@ from hpctrain.monitor.chief.exclude import Exclusion, exclude, excluded
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import Window
 from hpctrain.monitor.wire import Message
+from hpctrain.report.plots import heat_maps
 from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import Phase
 
@@ -174,7 +175,7 @@ def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) ->
     assert any("host n2 (ranks 4-5) is" in verdict for verdict in view["verdicts"])
 
 
-def test_the_heat_map_is_drawn_and_bounded(tmp_path: Path) -> None:
+def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path: Path) -> None:
     picture = heat.Heat(2000, 32)
     values = np.zeros(2000)
     for index in range(3000):
@@ -183,9 +184,10 @@ def test_the_heat_map_is_drawn_and_bounded(tmp_path: Path) -> None:
     assert picture.values.shape == (2000, heat.COLUMNS)
     assert np.nanmax(picture.values[7]) == pytest.approx(0.3, abs=0.01)
     assert np.nanmax(picture.values[8]) == 0
-    picture.save(tmp_path / "heat.npz")
-    heat.draw(tmp_path / "heat.npz", tmp_path / "heat.png")
-    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "monitor").mkdir()
+    picture.save(tmp_path / "monitor" / "heat.npz")
+    (shown,) = heat_maps(RunDir(tmp_path)).values()
+    assert np.nanmax(shown) == pytest.approx(30, abs=1)
 
 
 def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.data import open_dataset
-from hpctrain.data.pipeline import ValidationData
+from hpctrain.data import ValidationData, open_dataset
 from hpctrain.errors import UserError
 from hpctrain.rank.predictions import write_predictions
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrainConfig
-from hpctrain.data import open_dataset
-from hpctrain.data.order import Order
+from hpctrain.data import Order, open_dataset
 from hpctrain.errors import UserError
 from hpctrain.rank.wiring import Problem, refuse_metrics_of_nothing
 

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.cli import main
 from hpctrain.commands.report import print_comparison
 from hpctrain.errors import UserError
 from hpctrain.report import page, svg
-from hpctrain.report.axes import label, make_axis, time_unit
+from hpctrain.report.axes import label, make_axis, make_log_axis, time_unit
+from hpctrain.report.chart import LIGHT, Chart, picture, style
 from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
-from hpctrain.report.figures import save_figures
-from hpctrain.report.heat import shrink
+from hpctrain.report.plots import shrink, thin
 from hpctrain.report.summary import goodput, make_attempts, summarize
-from hpctrain.report.thinning import thin
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import KEPT_EVENTS, RunData, read, run_config
 
@@ -76,7 +76,7 @@ def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path: Path) -> None:
     data = read(RunDir(tmp_path))
     assert explain(data).cause == "unknown"
     assert summarize(data)["state"] == "unknown"
-    assert "unknown" in page.render(data, explain(data), {})
+    assert "unknown" in page.render(data, explain(data), page.make_sections(data, {}))
 
 
 def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
@@ -124,6 +124,16 @@ def test_axes_hold_all_values_between_round_ends(values: list[float], from_zero:
     assert axis.value(axis.pixel(values[0])) == pytest.approx(values[0], abs=1e-6 * (axis.high - axis.low))
 
 
+@given(st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=20))
+def test_logarithmic_axes_hold_all_values(values: list[float]) -> None:
+    axis = make_log_axis(values, 100, 0)
+    assert axis.low <= min(values) * (1 + 1e-8) and axis.high >= max(values) * (1 - 1e-8)
+    assert 1 <= len(axis.ticks) <= 8
+    assert [axis.pixel(axis.low), axis.pixel(axis.high)] == pytest.approx([100, 0])
+    middle = (axis.low * axis.high) ** 0.5
+    assert axis.pixel(middle) == pytest.approx(50)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (1500, "1500"), (20_000, "20k"), (3e6, "3M"), (0.25, "0.25"), (1e-5, "1.0e-05")]
 )
@@ -137,7 +147,7 @@ def test_time_units() -> None:
 
 def test_values_can_be_read_back_from_the_drawing() -> None:
     x, y = [0.0, 3.0, 7.0], [1.5, -2.25, 40.0]
-    drawing = ET.fromstring(svg.lines("t <&>", [svg.Curve('a"b', x, y)], "step"))
+    drawing = ET.fromstring(svg.lines("t <&>", [svg.Curve('a"b', x, y)], "step").inline())
     (line,) = drawing.iter("polyline")
     got = points_of(drawing, line)
     assert [a for a, _ in got] == pytest.approx(x, abs=0.01)
@@ -163,7 +173,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
         *(trained(step) for step in range(1, 6)),
     ]
     data = read(folder(tmp_path, *events, event("eval", 4, metrics={"accuracy": 0.5}), info=info))
-    text = page.render(data, explain(data), {"heat": np.ones((2, 3))})
+    text = page.render(data, explain(data), page.make_sections(data, {"heat": np.ones((2, 3))}))
     assert not re.search(r"(src|href)=\"(?!data:)", text)
     assert "<b>" not in text.replace("<b>The", "").replace("<b>4", "").split("Versions and hosts")[1]
     assert "&lt;b&gt;" in text
@@ -292,9 +302,69 @@ def test_a_comparison_takes_values_as_they_are(capsys: pytest.CaptureFixture[str
 
 
 def test_pictures_need_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "plot.png").touch()
+    (tmp_path / "plots").touch()
+    sections = page.make_sections(read(folder(tmp_path / "run", trained(1))), {})
     with pytest.raises(UserError, match="File exists"):
-        save_figures(read(folder(tmp_path / "run", trained(1))), tmp_path / "plot.png")
+        page.save_pictures(sections, tmp_path / "plots")
+
+
+def test_every_chart_of_the_page_is_a_picture_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = folder(tmp_path, *(trained(step) for step in range(1, 6)), info={"attempts": [attempt(1, 0, 6, **DONE)]})
+    np.savez(run_dir.monitor / "heat.npz", excess=np.ones((2, 3)))
+    assert main(["report", str(run_dir.path), "--svg", str(tmp_path / "plots")]) == 0
+    html, *pictures = map(Path, capsys.readouterr().out.split())
+    shown = set(re.findall(r'<section id="(\w+)"', html.read_text()))
+    assert {path.stem for path in pictures} == shown and {"loss", "phases", "heat", "attempts"} <= shown
+    assert all("polyline" in path.read_text() or "rect" in path.read_text() for path in pictures)
+
+
+def every_chart() -> list[Chart]:
+    curves = [svg.Curve(name, [1, 2, 4], [1, 2, 3], name) for name in ("line", "dotted", "dashed", "points", "rings")]
+    band = svg.Curve("band <&>", [1, 2, 4], [2, 3, 4], colour=3, band=([1, 1, 1], [5, 6, 7]))
+    return [
+        svg.lines("lines <&>", [*curves, band], "step", [svg.Mark(2, "mark")]),
+        svg.lines("sizes", [band], "ranks", log_y=True, sizes=[1, 2, 4]),
+        svg.stacked("stack", [1, 2], [svg.Curve("a", [1, 2], [1, 2])], "step"),
+        svg.heat_map("heat", np.array([[1.0, -1.0], [np.nan, 0.0]]), "window", "rank", "%"),
+        svg.time_line("attempts", [svg.Span("one", 0, 1, "good"), svg.Span("two", 1, 2, "other")], "seconds"),
+    ]
+
+
+def test_a_picture_is_a_file_of_its_own_with_titles_and_legends() -> None:
+    text = picture(every_chart())
+    drawing = ET.fromstring(text)
+    said = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"lines <&>", "sizes", "stack", "heat", "attempts", "dotted", "band <&>"} <= set(said)
+    assert not re.search(r"var\(|href|url\(", text), "other programs than browsers draw it"
+
+
+def test_every_part_of_a_chart_is_styled() -> None:
+    """The text of an axis needs nothing beyond what all text has; a cell has its own shade."""
+    rules = set(re.findall(r"\.([a-z]+[0-9]?)", style(LIGHT)))
+    used = {
+        name
+        for chart in every_chart()
+        for names in re.findall(r'class="([^"]+)"', chart.body)
+        for name in names.split()
+    }
+    assert used - rules == {"tick", "cell"}
+
+
+def test_bands_and_points_lie_where_their_values_are() -> None:
+    chart = svg.lines(
+        "t", [svg.Curve("a", [1, 4], [10, 1000], "rings", band=([5, 500], [20, 2000]))], "ranks", log_y=True
+    )
+    drawing = ET.fromstring(chart.inline())
+    low, high, begin, end = map(float, drawing.attrib["data-y"].split())
+    assert (low, high) == (5, 2000)
+
+    def values(pixels: list[float]) -> list[float]:
+        return [low * (high / low) ** ((pixel - begin) / (end - begin)) for pixel in pixels]
+
+    assert values([float(ring.attrib["cy"]) for ring in drawing.iter("circle")]) == pytest.approx([10, 1000], rel=0.01)
+    (band,) = drawing.iter("polygon")
+    heights = [float(point.split(",")[1]) for point in band.attrib["points"].split()]
+    assert values(heights) == pytest.approx([20, 2000, 500, 5], rel=0.01)
 
 
 def test_shrinking_a_map_keeps_the_hot_spot() -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import EarlyStopConfig, TrainConfig
-from hpctrain.data import open_dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.early_stop import EarlyStop

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
+from hpctrain.config.values import Misfit, converted, in_words
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.slurm.resources import template_dir
+from hpctrain.launch.engines.slurm import FILES
 from hpctrain.system import safe_read
 
 MOST_BYTES = 256 << 10
@@ -60,7 +61,7 @@ def resolve(launch: LaunchConfig, site: Path | None = None) -> LaunchConfig:
 
 def layers(name: str, site: Path) -> list[Profile]:
     """The profiles under a run file that names this one, lowest first."""
-    found = [read(template_dir() / "profiles" / "generic.toml")]
+    found = [read(FILES / "profiles" / "generic.toml")]
     if name != "generic":
         found.append(read(find(name, site)))
     if (site / "site.toml").is_file():
@@ -72,7 +73,7 @@ def find(name: str, site: Path) -> Path:
     """The file of a named profile: a path, one of the site's, or a built-in one."""
     if name.endswith(".toml"):
         return Path(name)
-    folders = [site / "profiles", template_dir() / "profiles"]
+    folders = [site / "profiles", FILES / "profiles"]
     for folder in folders:
         if (folder / f"{name}.toml").is_file():
             return folder / f"{name}.toml"
@@ -160,26 +161,7 @@ def _section(section: type, values: Any, place: str) -> dict[str, Any]:
 
 def _value(value: Any, kind: Any, place: str) -> Any:
     """The value as the configuration holds it, if its type is right."""
-    options = [option for option in (typing.get_args(kind) if _is_union(kind) else (kind,)) if option is not type(None)]
-    for option in options:
-        origin = typing.get_origin(option)
-        if origin is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        if origin is dict and isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
-            return value
-        if origin is typing.Literal and value in typing.get_args(option):
-            return value
-        if origin is None and type(value) is option:
-            return value
-    names = {"str": "text", "int": "an integer", "bool": "true or false"}
-    wanted = {tuple: "a list of texts", dict: "a table of texts"}
-    option = options[0]
-    origin = typing.get_origin(option)
-    fix = wanted.get(origin) if origin in wanted else names.get(getattr(option, "__name__", ""))
-    raise UserError(f"{place} cannot be {value!r}", f"give {fix or ' or '.join(map(str, typing.get_args(option)))}")
-
-
-def _is_union(kind: Any) -> bool:
-    import types
-
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+    try:
+        return converted(value, kind)
+    except Misfit as misfit:
+        raise UserError(f"{place} cannot be {misfit.value!r}", f"give {in_words(kind)}") from misfit

@@ -11,9 +11,9 @@ from pathlib import Path
 import jinja2
 
 from hpctrain.config.sections import Config, LaunchConfig
+from hpctrain.launch.engines.slurm import FILES
 from hpctrain.launch.engines.slurm.directives import Directive, build, seconds
 from hpctrain.launch.engines.slurm.quoting import shell_word, text, variable
-from hpctrain.launch.engines.slurm.resources import template_dir
 
 EARLY_S = 60
 """Slurm may send the signal this many seconds early (sbatch --signal)."""
@@ -116,7 +116,7 @@ def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict:
 @functools.cache
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(template_dir() / "templates"),
+        loader=jinja2.FileSystemLoader(FILES / "templates"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

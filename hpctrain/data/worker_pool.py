@@ -6,6 +6,7 @@ dataset and imports the transform for itself; arrays in memory are shared, and r
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -16,22 +17,20 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.dataset_spec import describe
-from hpctrain.data.reference import refer
-from hpctrain.data.transform import Transform
+from hpctrain.data.samples import Transform
+from hpctrain.data.worker_setup import refer_to_dataset, refer_to_function
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.system import python
-from hpctrain.system.anonymous_memory import SharedMemory, create, put, views
+from hpctrain.system.anonymous_memory import AnonymousMemory
 
-SLOTS = 2
-"""Results of a worker under way: while the parent takes one, the worker makes the next."""
+RESULTS = 2
+"""Of a worker, under way: while the parent takes one, the worker makes the next."""
 CLOSE_S = 1.0
 """How long a worker may take to end by itself."""
 LAUNCHER_VARIABLES = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPI_", "I_MPI_", "PALS_")
@@ -41,32 +40,36 @@ IN_WORKER = "HPCTRAIN_DATA_WORKER"
 Ids = NDArray[np.int64]
 
 
-@dataclass
 class Worker:
-    """One process, and what is shared with it."""
+    """One process, and what is shared with it. Use ``start_worker``."""
 
-    index: int
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    lines: io.BufferedReader
-    slots: list[SharedMemory]
+    def __init__(
+        self, index: int, process: subprocess.Popen[bytes], channel: socket.socket, results: list[AnonymousMemory]
+    ) -> None:
+        self.index = index
+        self.process = process
+        self.channel = channel
+        self.lines: io.BufferedReader = channel.makefile("rb")
+        self.results = results
+        self.turns = itertools.cycle(results)
+        self.asked: deque[Ids] = deque()
 
     def set_up(self, line: bytes) -> None:
-        """Sends what it needs; waits until most of it is read where that is more than a socket's buffer holds."""
+        """Sends what it needs; waits until most of it is read if that is more than a socket's buffer holds."""
         try:
             self.channel.sendall(line)
         except OSError as error:
             raise self._death("started") from error
 
-    def ask(self, slot: int, epoch: int, ids: Ids) -> None:
-        """Lets it make these samples."""
-        try:
-            self.channel.sendall(json.dumps({"slot": slot, "epoch": epoch, "ids": ids.tolist()}).encode() + b"\n")
-        except OSError:
-            pass  # it has died, which is said where its answer is missed
+    def ask(self, epoch: int, ids: Ids) -> None:
+        """Lets it make these samples, after those it was asked for before."""
+        self.asked.append(ids)
+        with contextlib.suppress(OSError):  # it has died, which is said when its answer is missed
+            self.channel.sendall(json.dumps({"epoch": epoch, "ids": ids.tolist()}).encode() + b"\n")
 
-    def take(self, slot: int, ids: Ids) -> Samples:
-        """The samples it made; raises what kept it from making them."""
+    def take(self) -> Samples:
+        """The samples of the oldest request; raises what kept the worker from making them."""
+        ids, memory = self.asked.popleft(), next(self.turns)
         try:
             line = self.lines.readline()
         except OSError:
@@ -76,7 +79,7 @@ class Worker:
         answer = json.loads(line)
         if "what" in answer:
             raise UserError(answer["what"], answer["fix"])
-        return {name: array.copy() for name, array in views(answer["arrays"], self.slots[slot]).items()}
+        return {name: array.copy() for name, array in memory.views(answer["arrays"]).items()}
 
     def _death(self, during: str) -> RunFailed:
         try:
@@ -86,42 +89,37 @@ class Worker:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return RunFailed(
             f"data worker {self.index} (process {self.process.pid}) {how} while it {during}",
-            "where memory ran out, use fewer data.workers, a smaller batch, or less data.prefetch_batches",
+            "if memory ran out, use fewer data.workers, a smaller batch, or less data.prefetch_batches",
         )
+
+    def close(self) -> None:
+        """Frees what is shared; the process has ended."""
+        self.lines.close()
+        self.channel.close()
+        for memory in self.results:
+            memory.close()
 
 
 class WorkerPool:
-    """Workers that take turns, so that results come in order. Use ``start``."""
+    """Workers that take turns, so that results come in order. Use ``start_workers``."""
 
-    def __init__(self, workers: list[Worker], payload: SharedMemory) -> None:
+    def __init__(self, workers: list[Worker], payload: AnonymousMemory) -> None:
         self.workers = workers
         self.payload = payload
-        self.closed = False
 
-    def load(self, parts: Iterator[tuple[int, Ids]]) -> Generator[Samples, None, None]:
-        """The samples of each (epoch, ids), in order, a few parts ahead in every worker."""
-        seats = itertools.cycle([(worker, slot) for slot in range(SLOTS) for worker in self.workers])
-        asked: deque[tuple[Worker, int, Ids]] = deque()
-        for epoch, ids in parts:
-            worker, slot = next(seats)
-            if len(asked) == SLOTS * len(self.workers):
-                yield self._take(asked)
-            worker.ask(slot, epoch, ids)
-            asked.append((worker, slot, ids))
-        while asked:
-            yield self._take(asked)
-
-    def _take(self, asked: deque[tuple[Worker, int, Ids]]) -> Samples:
-        worker, slot, ids = asked.popleft()
-        return worker.take(slot, ids)
+    def load(self, parts: Iterable[tuple[int, Ids]]) -> Generator[Samples, None, None]:
+        """The samples of each (epoch, ids), in order; workers are asked ahead. The parts never end."""
+        ahead = RESULTS * len(self.workers)
+        for number, ((epoch, ids), worker) in enumerate(zip(parts, itertools.cycle(self.workers), strict=False)):
+            if number >= ahead:
+                yield worker.take()
+            worker.ask(epoch, ids)
 
     def kill(self) -> None:
         """Ends the processes; a thread that waits for one gets an error."""
         for worker in self.workers:
-            try:
+            with contextlib.suppress(OSError):  # it has ended already
                 worker.channel.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has ended already
         deadline = time.monotonic() + CLOSE_S
         for worker in self.workers:
             try:
@@ -131,20 +129,14 @@ class WorkerPool:
                 worker.process.wait()
 
     def close(self) -> None:
-        """Ends the processes and frees what was shared with them. No thread may still use the pool."""
-        if self.closed:
-            return
-        self.closed = True
+        """Ends the processes and frees what was shared with them; once, when no thread uses the pool any more."""
         self.kill()
         for worker in self.workers:
-            worker.lines.close()
-            worker.channel.close()
-            for slot in worker.slots:
-                slot.close()
+            worker.close()
         self.payload.close()
 
 
-def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed: int) -> WorkerPool:
+def start_workers(num_workers: int, dataset: Dataset, transform: Transform | None, seed: int) -> WorkerPool:
     """Starts the processes and sends them what they need.
 
     Raises:
@@ -156,16 +148,15 @@ def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed:
             "a data worker tried to start data workers of its own: it imported the main program to find the transform",
             'put what the program does under `if __name__ == "__main__":`, or the transform into a module of its own',
         )
-    arrays: Samples = {}
-    setup = {
-        "dataset": describe(dataset, arrays),
-        "transform": None if transform is None else refer(transform, "the transform"),
-        "seed": seed,
-        "path": [*filter(None, sys.path), os.getcwd()],
-    }
-    pool = WorkerPool([], create())
+    pool = WorkerPool([], AnonymousMemory.create())
     try:
-        line = json.dumps({**setup, "arrays": put(arrays, pool.payload)}).encode() + b"\n"
+        setup = {
+            "dataset": refer_to_dataset(dataset, pool.payload),
+            "transform": None if transform is None else refer_to_function(transform, "the transform"),
+            "seed": seed,
+            "path": [*filter(None, sys.path), os.getcwd()],
+        }
+        line = json.dumps(setup).encode() + b"\n"
         for index in range(num_workers):
             pool.workers.append(start_worker(index, pool.payload))
         for worker in pool.workers:  # once all are starting, for each reads it only when it is up
@@ -176,11 +167,11 @@ def start(num_workers: int, dataset: Dataset, transform: Transform | None, seed:
     return pool
 
 
-def start_worker(index: int, payload: SharedMemory) -> Worker:
+def start_worker(index: int, payload: AnonymousMemory) -> Worker:
     """One process."""
     ours, theirs = socket.socketpair()
-    slots = [create() for _ in range(SLOTS)]
-    descriptors = [theirs.fileno(), payload.descriptor, *(slot.descriptor for slot in slots)]
+    results = [AnonymousMemory.create() for _ in range(RESULTS)]
+    descriptors = [theirs.fileno(), payload.descriptor, *(memory.descriptor for memory in results)]
     given = python.environment()
     environment = {name: value for name, value in given.items() if not name.startswith(LAUNCHER_VARIABLES)}
     environment |= {name: "1" for name in (IN_WORKER, "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -191,4 +182,4 @@ def start_worker(index: int, payload: SharedMemory) -> Worker:
             env=environment,
             pass_fds=descriptors,
         )
-    return Worker(index, process, ours, ours.makefile("rb"), slots)
+    return Worker(index, process, ours, results)

@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data import Field, open_dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import Batch, TrainingData
-from hpctrain.data.workers import IN_WORKER
+from hpctrain.data import Batch, Field, Order, TrainingData, open_dataset
+from hpctrain.data.worker_pool import IN_WORKER
 from hpctrain.errors import RunFailed, UserError
 
 LENGTH = 53
@@ -170,7 +168,9 @@ def test_results_may_outgrow_the_first() -> None:
 
 
 def test_an_error_names_the_sample() -> None:
-    with pytest.raises(UserError, match=r"sample 17 in epoch \d: ValueError: odd angle \(test_workers.py:\d+ in fail"):
+    with pytest.raises(
+        UserError, match=r"sample 17 in epoch \d: ValueError: odd angle \(test_worker_pool.py:\d+ in fail"
+    ):
         take(20, 2, fail)
 
 
@@ -242,9 +242,7 @@ def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import os, sys
 import numpy as np
-from hpctrain.data import Field, open_dataset
-from hpctrain.data.order import Order
-from hpctrain.data.pipeline import TrainingData
+from hpctrain.data import Order, TrainingData, open_dataset
 
 def double(sample, rng):
     return {"x": sample["x"] * 2, "rank": "OMPI_COMM_WORLD_RANK" in os.environ}

@@ -1,0 +1,118 @@
+"""The values of a run file: as YAML writes them, as its keys take them, and their types in words."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from typing import Any
+
+import yaml
+
+from hpctrain.system import bounded_yaml
+
+UNIONS = (types.UnionType, typing.Union)
+"""Origins of ``X | None``: a Literal makes the older one."""
+WORDS = {str: "text", int: "integer", float: "number", bool: "true or false"}
+
+
+class RunFileLoader(bounded_yaml.BoundedLoader):
+    """YAML with the scalars of version 1.2: ``off`` and ``01:30:00`` are text, ``1e-4`` is a number."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way; filled below)
+
+
+for _tag, _pattern, _first in [
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+]:
+    _starts = [*_first.replace("\0", ""), *([""] if _tag == "null" else [])]
+    RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _starts)
+
+
+class RunFileDumper(yaml.SafeDumper):
+    """Quotes text that RunFileLoader would read as something else."""
+
+    yaml_implicit_resolvers = RunFileLoader.yaml_implicit_resolvers
+
+
+def read_yaml(text: str) -> Any:
+    """The plain values of a YAML text."""
+    return bounded_yaml.parse(text, RunFileLoader)
+
+
+class Misfit(Exception):
+    """A value that a key does not take."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+def of_word(word: str, kind: Any) -> Any:
+    """What a word of the command line means to a key of this type: text as it stands, or YAML if it takes no text."""
+    try:
+        value = read_yaml(word)
+    except yaml.YAMLError:
+        value = word
+    optional = typing.get_origin(kind) in UNIONS and str in typing.get_args(kind)
+    return word if kind is str or (optional and value is not None) else value
+
+
+def unquoted(value: Any, kind: Any) -> Any:
+    """What text means to a key that takes none: ``"3"`` is 3, ``1_000`` and ``on`` are what people mean by them."""
+    inner = typing.get_args(kind)[0] if typing.get_origin(kind) in UNIONS else kind
+    if not isinstance(value, str) or inner in (str, Any) or typing.get_origin(inner) is typing.Literal:
+        return value
+    if inner is bool and value in ("on", "off", "yes", "no"):
+        return value in ("on", "yes")
+    try:
+        meant = read_yaml(value)
+        return inner(meant) if inner in (int, float) and isinstance(meant, str) else meant
+    except (yaml.YAMLError, ValueError):
+        return value
+
+
+def converted(value: Any, kind: Any) -> Any:
+    """The value as this type: an integer may be a number, a list becomes a tuple, nothing an empty list or mapping.
+
+    Args:
+        value: plain values, as YAML and TOML give them.
+        kind: the type of a field: str, int, float, bool, a Literal of texts, ``tuple[T, ...]``, ``dict[str, T]`` or
+            Any; all but Any may be optional.
+
+    Raises:
+        Misfit: it cannot be one; of a list or mapping, the first item that is wrong.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in UNIONS:
+        return None if value is None else converted(value, inner[0])
+    if origin is tuple and isinstance(value, list | None):
+        return tuple(converted(item, inner[0]) for item in value or ())
+    if origin is dict and isinstance(value, dict | None):
+        return {converted(key, inner[0]): converted(item, inner[1]) for key, item in (value or {}).items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is kind or (origin is typing.Literal and value in inner):
+        return value
+    raise Misfit(value)
+
+
+def in_words(kind: Any) -> str:
+    """The type of a field for people: ``list of integer``; choices by name."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        return in_words(inner[0])
+    if origin is typing.Literal:
+        return ", ".join(inner)
+    if origin is tuple:
+        return f"list of {in_words(inner[0])}"
+    return "mapping" if origin is dict else WORDS[kind]

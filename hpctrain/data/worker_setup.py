@@ -1,0 +1,151 @@
+"""What worker processes are told: which data to open and which transform to import, as values that JSON holds.
+
+Nothing is pickled. What a worker needs is found by name (files, functions and their plain arguments) or lies in memory
+that it shares with its parent (arrays).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays
+from hpctrain.data.formats.hdf5 import Hdf5Dataset
+from hpctrain.data.formats.sources import CalledDataset, ConcatDataset, open_dataset
+from hpctrain.errors import UserError
+from hpctrain.system.anonymous_memory import AnonymousMemory
+
+Reference = dict[str, Any]
+"""Values of JSON that lead another process to the same function or dataset."""
+
+
+def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
+    """What ``reopen`` needs. Arrays are copied into ``memory``.
+
+    Raises:
+        UserError: it is an object of the user's, which only this process has.
+    """
+    if isinstance(dataset, ArrayDataset):
+        return {"arrays": memory.put(dataset.arrays)}
+    if isinstance(dataset, CalledDataset):
+        return {
+            "function": refer_to_function(dataset.function, "the data"),
+            "fields": dataset.names,
+            "cache": dataset.cache_bytes,
+            "outside": dataset.outside,
+            "fingerprint": dataset.fingerprint(),
+        }
+    parts = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
+    files = [part for part in parts if isinstance(part, Hdf5Dataset)]
+    if len(files) < len(parts):
+        kind = type(getattr(dataset, "source", dataset)).__name__  # of a torch Dataset, not of what is around it
+        raise _refusal(f"the data is an object of {kind}, and no function is known that makes it")
+    paths = [str(file.path) for file in files]
+    first = files[0]
+    fields, cache = list(dataset.fields), first.cache.limit_bytes
+    return {"files": paths, "fields": fields, "cache": cache, "outside": first.outside}
+
+
+def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
+    """The dataset of ``refer_to_dataset``, in another process.
+
+    Raises:
+        UserError: a file or function gives other data here than there.
+    """
+    if "arrays" in reference:
+        return from_arrays(memory.views(reference["arrays"]))
+    how = reference["fields"], reference["cache"], reference["outside"]
+    if "files" in reference:
+        return open_dataset(reference["files"], *how)
+    dataset = open_dataset(import_function(reference["function"]), *how)
+    if dataset.fingerprint() != reference["fingerprint"]:
+        raise UserError(
+            "the data function gave a worker process other data than the rank",
+            "make it depend on its arguments only: seed a Generator inside it",
+        )
+    return dataset
+
+
+def refer_to_function(function: Callable[..., Any], what: str) -> Reference:
+    """The function's module, its name there, and the arguments that a partial binds: what ``import_function`` needs.
+
+    Raises:
+        UserError: another process could not find it, or the arguments are not values of JSON; names it as ``what``.
+    """
+    if isinstance(function, functools.partial):
+        bound = {"args": list(function.args), "keywords": dict(function.keywords)}
+        if not _survives_json(bound):
+            raise _refusal(f"{what} has arguments that are not plain values: {function!r}")
+        inner = refer_to_function(function.func, what)
+        args, keywords = inner["args"] + bound["args"], inner["keywords"] | bound["keywords"]
+        return {**inner, "args": args, "keywords": keywords}
+    home, name = str(getattr(function, "__module__", None)), getattr(function, "__qualname__", "")
+    try:
+        module = sys.modules[home]
+        found = _attribute(module, name)
+    except (AttributeError, KeyError):
+        found = None
+    if found is not function:
+        raise _refusal(f"{what} is {function!r}, which is not at the top level of a module")
+    if home == "__main__" and module.__spec__ is not None:
+        home = module.__spec__.name  # started by `python -m`: relative imports need its name
+    return {"module": home, "file": _file_of(home, module), "name": name, "args": [], "keywords": {}}
+
+
+def import_function(reference: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of ``refer_to_function``, imported in this process."""
+    function: Callable[..., Any] = _attribute(_import(reference["module"], reference["file"]), reference["name"])
+    if reference["args"] or reference["keywords"]:
+        return functools.partial(function, *reference["args"], **reference["keywords"])
+    return function
+
+
+def _refusal(why: str) -> UserError:
+    return UserError(
+        f"data cannot be sent to worker processes: {why}",
+        "give a function at the top level of a module, its arguments by functools.partial as numbers, text, lists or "
+        "dicts; or set data.workers to 0",
+    )
+
+
+def _survives_json(value: Any) -> bool:
+    """Whether JSON gives back what it got: a tuple comes back as a list."""
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), module)
+
+
+def _file_of(name: str, module: ModuleType) -> str | None:
+    """The module's file if a new process would not find it under its name: the main program, a task's file."""
+    path = getattr(module, "__file__", None)
+    if not path or "." in name:
+        return None
+    found = PathFinder.find_spec(name)
+    return None if found is not None and found.origin == path else os.path.abspath(path)
+
+
+def _import(name: str, path: str | None) -> ModuleType:
+    if path is None:
+        return importlib.import_module(name)
+    alias = "__mp_main__" if name == "__main__" else name  # what the program guards by its name must not run here
+    if getattr(sys.modules.get(alias), "__file__", None) == path:
+        return sys.modules[alias]
+    spec = importlib.util.spec_from_file_location(alias, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {path}")
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
