@@ -99,7 +99,8 @@ class KerasFramework:
         """What the learning rate was multiplied by last."""
         self.noise = tf.random.get_global_generator()
         task.optimizer.build(variables)
-        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, task.model)
+        others = {"loss": task.loss, "forward": task.forward}
+        self.holdings = Holdings(task.optimizer, others, task.model, [self.noise.state])
         self._make_equal()
 
     def _make_equal(self) -> None:
@@ -119,6 +120,8 @@ class KerasFramework:
         self.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
+        if step:  # before the first one, the task's own seeds hold
+            self.holdings.reseed(rank_seed)
 
     @property
     def gradient_bytes(self) -> int:
