@@ -6,7 +6,7 @@ import tensorflow as tf
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce.exchange_slots import LOSS
-from hpctrain.reduce.tensorflow_flat import FlatGradients
+from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import broadcast, measured_reducer
 
 BATCH, STEPS = 64, 200  # samples of all ranks together
@@ -17,7 +17,7 @@ model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(64, activation="
 optimizer = keras.optimizers.Adam(1e-2)
 weights = model.trainable_variables
 broadcast(world.data, [weight.value for weight in weights], "receive the weights")
-flat = FlatGradients(weights)
+pieces = Pieces(weights)
 points = tf.random.uniform((4096, 2), -2, 2)
 values = tf.sin(points[:, :1] * points[:, 1:])
 
@@ -26,15 +26,22 @@ values = tf.sin(points[:, :1] * points[:, 1:])
 def gradients(mine):  # of this rank's share of the mean loss over the whole batch
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum((model(tf.gather(points, mine)) - tf.gather(values, mine)) ** 2) / BATCH
-    return flat.join(tape.gradient(loss, [weight.value for weight in weights]), {LOSS: loss})
+    return pieces.pack(tape.gradient(loss, [weight.value for weight in weights]), {LOSS: loss})
 
 
-update = tf.function(lambda total: optimizer.apply(flat.split(total), weights))
 samples = [(tf.range(BATCH) + step * BATCH)[world.rank :: world.size] % len(points) for step in range(STEPS)]
-reducer = measured_reducer(ReduceConfig(), world, flat, rehearse=lambda reducer: reducer.sum(gradients(samples[0])))
+reducer = measured_reducer(ReduceConfig(), world, pieces, rehearse=lambda reducer: reducer.sum(gradients(samples[0])))
+
+
+@tf.function
+def update(mine):
+    *sums, slots = reducer.sum(gradients(mine))
+    optimizer.apply(pieces.unpack(sums), weights)
+    return slots[LOSS]
+
+
 for step in range(STEPS):
-    total = reducer.sum(gradients(samples[step]))
-    update(total)
+    loss = update(samples[step])
 if world.rank == 0:
-    print(f"{world.size} ranks, reducer {reducer.name}: loss {total[-1, LOSS].numpy():.6f}")
+    print(f"{world.size} ranks, reducer {reducer.name}: loss {loss.numpy():.6f}")
 reducer.close()

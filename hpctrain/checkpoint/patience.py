@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
@@ -55,6 +57,10 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
                     raise kind(problem, fix)
         if not told:
             return held, holders
+        if not reason and group.rank == 0:
+            with suppress(OSError):
+                text = f"{told[0][2]}; trying again for up to {sum(PAUSES_S):.0f} s"
+                print(f"hpctrain: {text}", file=sys.stderr, flush=True)
         reason, fix = told[0][2:]
         pending = [index for index, *_ in told]
         for index in pending:  # far enough away to be on another node, where there are several
