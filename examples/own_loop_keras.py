@@ -13,7 +13,7 @@ model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(64, activation="
 optimizer = keras.optimizers.Adam(1e-2)
 weights = model.trainable_variables
 keras_broadcast(world.data, [weight.value for weight in weights], "receive the weights")
-flat = KerasGradients(weights)
+pieces = KerasGradients(weights)
 points = tf.random.uniform((4096, 2), -2, 2)
 values = tf.sin(points[:, :1] * points[:, 1:])
 
@@ -22,15 +22,22 @@ values = tf.sin(points[:, :1] * points[:, 1:])
 def gradients(mine):  # of this rank's share of the mean loss over the whole batch
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum((model(tf.gather(points, mine)) - tf.gather(values, mine)) ** 2) / BATCH
-    return flat.pack(tape.gradient(loss, [weight.value for weight in weights]), loss)
+    return pieces.pack(tape.gradient(loss, [weight.value for weight in weights]), loss)
 
 
-update = tf.function(lambda total: optimizer.apply(flat.split(total), weights))
 samples = [(tf.range(BATCH) + step * BATCH)[world.rank :: world.size] % len(points) for step in range(STEPS)]
-reducer = keras_reducer(ReduceConfig(), world, flat, rehearse=lambda reducer: reducer.sum(gradients(samples[0])))
+reducer = keras_reducer(ReduceConfig(), world, pieces, rehearse=lambda reducer: reducer.sum(gradients(samples[0])))
+
+
+@tf.function
+def update(mine):
+    sums = reducer.sum(gradients(mine))
+    optimizer.apply(pieces.unpack(sums), weights)
+    return pieces.mean_loss(sums)
+
+
 for step in range(STEPS):
-    total = reducer.sum(gradients(samples[step]))
-    update(total)
+    loss = update(samples[step])
 if world.rank == 0:
-    print(f"{world.size} ranks, reducer {reducer.name}: loss {flat.mean_loss(total):.6f}")
+    print(f"{world.size} ranks, reducer {reducer.name}: loss {loss.numpy():.6f}")
 reducer.close()

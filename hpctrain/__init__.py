@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
     from hpctrain.rank.fit import fit
-    from hpctrain.reduce.tensorflow_flat import FlatGradients as KerasGradients
+    from hpctrain.reduce.tensorflow_pieces import Pieces as KerasGradients
     from hpctrain.reduce.tensorflow_reducer import Reducer as KerasReducer
     from hpctrain.reduce.tensorflow_reducer import broadcast as keras_broadcast
     from hpctrain.reduce.tensorflow_reducer import measured_reducer as keras_reducer
@@ -66,7 +66,7 @@ _HOMES = {
     "Group": "hpctrain.comm.group:Group",
     "Hook": "hpctrain.train.hooks:Hook",
     "HpctrainError": "hpctrain.errors:HpctrainError",
-    "KerasGradients": "hpctrain.reduce.tensorflow_flat:FlatGradients",
+    "KerasGradients": "hpctrain.reduce.tensorflow_pieces:Pieces",
     "KerasReducer": "hpctrain.reduce.tensorflow_reducer:Reducer",
     "KerasTask": "hpctrain.tasks.definition:KerasTask",
     "Loaded": "hpctrain.checkpoint.reading:Loaded",

@@ -17,7 +17,7 @@ CONTENDERS = {
     "torch": ("none", "auto", "horovod", "mpi", "ddp", "horovod-plain"),
     "tensorflow": ("none", "auto", "horovod", "mpi", "mwms", "horovod-plain"),
 }
-MODELS = {"torch": ("gpt", "mlp", "conv"), "tensorflow": ("mlp", "conv")}
+MODELS = {"torch": ("gpt", "mlp", "conv"), "tensorflow": ("gpt", "mlp", "conv", "lstm", "small", "wide")}
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--framework", choices=[*FRAMEWORKS, "all"], default="torch", help="whose step (default: torch)"
     )
-    parser.add_argument("--models", default="", help="comma-separated among gpt, mlp, conv (default: all)")
+    parser.add_argument(
+        "--models",
+        default="",
+        help="comma-separated among gpt, mlp, conv, and in Keras lstm, small, wide (default: all)",
+    )
     parser.add_argument(
         "--contenders",
         default="",
-        help="comma-separated: none, auto, horovod, mpi, ddp, mwms, horovod-plain, or one way such as mpi-flat-fp16",
+        help="comma-separated: none, plain, auto, horovod, mpi, ddp, mwms, horovod-plain, or a way (mpi-flat-fp16)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")

@@ -1,4 +1,4 @@
-"""Steps of two Keras models with each way of exchanging gradients, in turns, on the ranks that run this program."""
+"""Steps of Keras models with each way of exchanging gradients, in turns, on the ranks that run this program."""
 
 from __future__ import annotations
 
@@ -53,9 +53,53 @@ def conv() -> keras.Model:
     return model
 
 
+def gpt() -> keras.Model:
+    """Six blocks of width 256 over 64 steps, four heads: 4.9 M parameters."""
+    inputs = keras.Input((64, 64))
+    hidden = layers.Dense(256)(inputs)
+    for _ in range(6):
+        normal = layers.LayerNormalization()(hidden)
+        hidden += layers.MultiHeadAttention(4, 64)(normal, normal, use_causal_mask=True)
+        wide = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(hidden))
+        hidden += layers.Dense(256)(wide)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(hidden)))
+
+
+def lstm() -> keras.Model:
+    """Two layers of 256 over 32 steps; 0.9 M parameters."""
+    return keras.Sequential(
+        [keras.Input((32, 64)), layers.LSTM(256, return_sequences=True), layers.LSTM(256), layers.Dense(10)]
+    )
+
+
+def small() -> keras.Model:
+    """100 layers of width 32: 0.1 M parameters in 204 tensors."""
+    inputs = keras.Input((32,))
+    hidden = inputs
+    for _ in range(100):
+        hidden = layers.Dense(32, activation="tanh")(hidden)
+    return keras.Model(inputs, layers.Dense(10)(hidden))
+
+
+def wide() -> keras.Model:
+    """256-4096-4096-10: 17.9 M parameters."""
+    return keras.Sequential(
+        [
+            keras.Input((256,)),
+            layers.Dense(4096, activation="relu"),
+            layers.Dense(4096, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
+    "gpt": (gpt, (4, 64, 64)),
     "mlp": (mlp, (64, 784)),
     "conv": (conv, (16, 32, 32, 3)),
+    "lstm": (lstm, (32, 32, 64)),
+    "small": (small, (64, 32)),
+    "wide": (wide, (64, 256)),
 }
 """Each model, and the shape of one rank's batch."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.system import foreign_text
 
 T = TypeVar("T")
 
@@ -55,6 +58,10 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
                     raise kind(problem, fix)
         if not told:
             return held, holders
+        if not reason and group.rank == 0:
+            with suppress(OSError):
+                text = f"{told[0][2]}; trying again for up to {sum(PAUSES_S):.0f} s"
+                foreign_text.show(f"hpctrain: {text}", sys.stderr)
         reason, fix = told[0][2:]
         pending = [index for index, *_ in told]
         for index in pending:  # far enough away to be on another node, where there are several

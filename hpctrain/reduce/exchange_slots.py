@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 SLOTS = 16
 """Extra slots: one cache line."""
-LOSS, WEIGHT, WEIGHTED = 0, 1, 2
-"""Index of each number among the slots."""
+LOSS, WEIGHT, WEIGHTED, SQUARE = 0, 1, 2, 3
+"""Index of each number among the slots. SQUARE does not travel: sums that promise it fill in the square of the L2 norm
+of the summed gradients."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,26 +31,32 @@ CHUNK = 32768
 """Elements that are summed and written back at a time: small enough to stay in a core's own cache in between."""
 
 
+@dataclass(frozen=True)
+class SharedArrays:
+    """Arrays that all ranks of a node see; see ``share_arrays``."""
+
+    node: MPI.Comm
+    """The ranks that share them."""
+    peers: MPI.Comm | None
+    """The ranks of equal place on all nodes, where there are several."""
+    memory: mmap.mmap
+    arrays: tuple[NDArray[Any], ...]
+    """One for each rank of the node, and those that are common to all."""
+    rank: int
+    """This rank's place on the node."""
+
+
 class NodeSum:
     """Sums a flat buffer over the ranks of a group; see ``open_node_sum``."""
 
-    def __init__(
-        self,
-        node: MPI.Comm,
-        peers: MPI.Comm | None,
-        memory: mmap.mmap,
-        parts: Sequence[NDArray[Any]],
-        mine: int,
-        ring: bool = False,
-    ) -> None:
-        self.node = node
-        self.peers = peers
-        self.memory = memory
-        self.parts = parts
-        self.slice = slices(len(parts[0]), len(parts))[mine]
-        self.buffer = parts[mine]
+    def __init__(self, shared: SharedArrays, ring: bool = False) -> None:
+        self.node = shared.node
+        self.peers = shared.peers
+        self.parts = shared.arrays
+        self.slice = slices(len(self.parts[0]), len(self.parts))[shared.rank]
+        self.buffer = self.parts[shared.rank]
         """This rank's values, then the sums; in shared memory."""
-        self.ring = Ring(peers, parts[0][self.slice]) if peers and ring else None
+        self.between = BetweenNodes(shared.peers, self.parts[0][self.slice], ring) if shared.peers else None
 
     def start(self, begin: int, end: int) -> None:
         """Nothing travels before ``finish``: while others compute, a copy would only slow them."""
@@ -57,38 +64,46 @@ class NodeSum:
     def finish(self) -> None:
         """Overwrites the buffers of all ranks with their sum."""
         meet(self.node)
-        if self.peers:
+        if self.between:
             self._sum_slice(write_back=False)
-            self._sum_between_nodes()
+            self.between.run()
             for part in self.parts[1:]:
                 part[self.slice] = self.parts[0][self.slice]
         else:
             self._sum_slice(write_back=True)
         meet(self.node)
 
-    def _sum_between_nodes(self) -> None:
-        if self.ring:
-            self.ring.run()
-        elif self.peers:
-            from mpi4py import MPI
-
-            values = self.parts[0][self.slice]
-            for begin in range(0, len(values), LARGEST_MESSAGE):
-                self.peers.Allreduce(MPI.IN_PLACE, values[begin : begin + LARGEST_MESSAGE])
-
     def _sum_slice(self, write_back: bool) -> None:
-        for begin in range(self.slice.start, self.slice.stop, CHUNK):
-            chunk = slice(begin, min(begin + CHUNK, self.slice.stop))
-            add_pairwise([part[chunk] for part in self.parts])
+        for begin, end in chunks(self.slice.start, self.slice.stop):
+            add_pairwise([part[begin:end] for part in self.parts], self.parts[0][begin:end])
             if write_back:
                 for part in self.parts[1:]:
-                    part[chunk] = self.parts[0][chunk]
+                    part[begin:end] = self.parts[0][begin:end]
 
     def close(self) -> None:
         """Frees the communicators; the memory goes with its last view."""
         self.node.Free()
         if self.peers:
             self.peers.Free()
+
+
+class BetweenNodes:
+    """Sums an array in place over the ranks of equal place on all nodes, by MPI's Allreduce or by a ring of our own."""
+
+    def __init__(self, peers: MPI.Comm, values: NDArray[Any], ring: bool) -> None:
+        self.peers = peers
+        self.values = values
+        self.ring = Ring(peers, values) if ring else None
+
+    def run(self) -> None:
+        """Returns when the array holds the sums. All of these ranks call it."""
+        from mpi4py import MPI
+
+        if self.ring:
+            self.ring.run()
+            return
+        for begin in range(0, len(self.values), LARGEST_MESSAGE):
+            self.peers.Allreduce(MPI.IN_PLACE, self.values[begin : begin + LARGEST_MESSAGE])
 
 
 def meet(comm: MPI.Comm) -> None:
@@ -98,20 +113,36 @@ def meet(comm: MPI.Comm) -> None:
         os.sched_yield()
 
 
-def add_pairwise(terms: Sequence[NDArray[Any]]) -> None:
-    """Leaves the sum in the first term and overwrites others; rounding grows with the logarithm of their number."""
+def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most CHUNK elements, which cover these."""
+    return ((at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
+
+
+def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | None = None) -> None:
+    """Leaves the sum in ``out``, which may be the first term; rounding grows with the logarithm of the terms' number.
+
+    Overwrites other terms, except for the one whose index is ``kept``.
+    """
+    left = list(terms)
     stride = 1
-    while stride < len(terms):
-        for index in range(0, len(terms) - stride, 2 * stride):
-            np.add(terms[index], terms[index + stride], out=terms[index])
+    while stride < len(left):
+        for index in range(0, len(left) - stride, 2 * stride):
+            spare = left[index + stride] if index == kept and stride == 1 else left[index]
+            left[index] = np.add(left[index], left[index + stride], out=out if index == 0 else spare)
         stride *= 2
 
 
 def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False) -> NodeSum | None:
-    """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be.
+    """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be."""
+    shared = share_arrays(group, length, dtype)
+    return NodeSum(shared, ring) if shared else None
 
-    It cannot where no two ranks share a node, where nodes hold different numbers of ranks, or where shared memory is
-    too small or separate (containers).
+
+def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
+    """Arrays of ``length`` elements for each rank of a group, and ``common`` more that belong to all ranks of a node.
+
+    None, on all alike, where no two ranks share a node, where nodes hold different numbers of ranks, or where shared
+    memory is too small or separate (containers). Collective over the group.
     """
     if group.comm is None:
         return None
@@ -124,48 +155,51 @@ def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32, ring
         node.Free()
         return None
     bytes_each = -(-length * np.dtype(dtype).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = _share(Group("node", node), bytes_each, rank)
+    memory = _share(Group("node", node), bytes_each, common)
     if not all(group.allgather(memory is not None, "share memory")) or memory is None:
         node.Free()
         return None
-    parts = [np.frombuffer(memory, dtype, length, offset=part * bytes_each) for part in range(size)]
+    arrays = tuple(np.frombuffer(memory, dtype, length, offset=at * bytes_each) for at in range(size + common))
     peers = group.comm.Split(color=rank, key=group.rank) if group.size > size else None
-    return NodeSum(node, peers, memory, parts, rank, ring)
+    return SharedArrays(node, peers, memory, arrays, rank)
 
 
-def _share(node: Group, bytes_each: int, rank: int) -> mmap.mmap | None:
+def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
     """Memory that all ranks of a node map. Each allocates its own part: it lies near its core, and lack of space shows.
 
     A file of our own rather than an MPI window: every MPI can do it, and a full /dev/shm is an error here instead of a
     bus error later.
     """
     path = f"{FOLDER}/hpctrain-{secrets.token_hex(8)}"
-    handle = _allocate(path, os.O_CREAT | os.O_EXCL, 0, bytes_each) if rank == 0 else None
+    begins = [node.rank, *(range(node.size, node.size + common) if node.rank == 0 else ())]
+    parts = [(begin * bytes_each, bytes_each) for begin in begins]
+    handle = _allocate(path, os.O_CREAT | os.O_EXCL, parts) if node.rank == 0 else None
     path = node.broadcast(path if handle is not None else None, "name the shared memory")
-    if path is not None and rank > 0:
-        handle = _allocate(path, 0, rank * bytes_each, bytes_each)
+    if path is not None and node.rank > 0:
+        handle = _allocate(path, 0, parts)
     complete = all(node.allgather(handle is not None, "allocate shared memory"))
-    if path is not None and rank == 0:
+    if path is not None and node.rank == 0:
         os.unlink(path)  # the mappings keep it alive; nothing is left behind, however the ranks end
     if handle is None:
         return None
     try:
-        return mmap.mmap(handle, node.size * bytes_each) if complete else None
+        return mmap.mmap(handle, (node.size + common) * bytes_each) if complete else None
     finally:
         os.close(handle)
 
 
-def _allocate(path: str, flags: int, offset: int, length: int) -> int | None:
-    """An open file with this range allocated, or None where that is not possible."""
+def _allocate(path: str, flags: int, parts: Sequence[tuple[int, int]]) -> int | None:
+    """An open file with these ranges (offset, length) allocated, or None where that is not possible."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     except OSError:
         return None
     try:
-        os.posix_fallocate(handle, offset, length)
+        for offset, length in parts:
+            os.posix_fallocate(handle, offset, length)
     except OSError:
         os.close(handle)
-        if offset == 0:
+        if flags & os.O_CREAT:
             os.unlink(path)
         return None
     return handle

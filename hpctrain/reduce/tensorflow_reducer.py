@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Protocol
@@ -18,19 +18,33 @@ from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
 from hpctrain.reduce.compression import CODECS
-from hpctrain.reduce.mpi_allreduce import HostSum
-from hpctrain.reduce.open_mpi_sum import open_mpi_sum
-from hpctrain.reduce.tensorflow_flat import ROW, FlatGradients
+from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
+from hpctrain.reduce.layout import plan
+from hpctrain.reduce.piece_allreduce import PieceSum, open_piece_sum
+from hpctrain.reduce.tensorflow_pieces import Pieces, join, split
 
 
 class Reducer(Protocol):
-    """Sums flat gradients over the ranks. Every rank makes the same calls in the same order."""
+    """Sums pieces over the ranks. Every rank makes the same calls in the same order."""
 
     name: str
     """Of the candidate, such as mpi-node."""
+    lends: bool
+    """Whether ``borrow`` lends."""
 
-    def sum(self, flat: tf.Tensor) -> tf.Tensor:
-        """The sum over the ranks of float32[rows, 16], valid until the next call. The last row travels as fp32."""
+    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sums over the ranks of such pieces as Pieces makes; in a TensorFlow function or outside.
+
+        The last piece travels in full precision, and tells SQUARE.
+        """
+
+    def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The same without a copy, where the reducer lends: from memory that other ranks read and the next call
+        overwrites.
+
+        For functions that keep all sums alive to their end, since TensorFlow may compute in the memory of a tensor that
+        nobody else holds, and assign none to a variable, since that would share the memory.
+        """
 
     def close(self) -> None:
         """Releases memory and communicators, ends threads."""
@@ -40,49 +54,66 @@ class NoReducer:
     """One rank: its gradients are the sum."""
 
     name = "none"
+    lends = False
 
-    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See Reducer."""
-        return flat
+        return with_square(pieces)
+
+    borrow = sum
 
     def close(self) -> None:
         """See Reducer."""
 
 
 class HostReducer:
-    """MPI sums a copy of the gradients in host memory, where TensorFlow on CPUs reads the sums without copying."""
+    """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
 
-    def __init__(self, name: str, host: HostSum) -> None:
+    def __init__(self, name: str, host: PieceSum, joined: bool) -> None:
+        """``joined``: all gradients are one piece for ``host``, as is best where they have to be copied from a GPU."""
         self.name = name
         self.host = host
-        self.rows = host.buffer.reshape(-1, ROW)
+        self.lends = not joined
+        self.close = host.close
 
-    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See Reducer."""
-        np.copyto(self.rows, np.asarray(flat))
-        self.host.finish()
-        return tf.convert_to_tensor(self.rows)
+        return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces)]
 
-    def close(self) -> None:
+    def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See Reducer."""
-        self.host.close()
+        if self.lends:
+            return self._call(pieces)
+        *gradients, slots = pieces
+        together, total = self._call([join(gradients), slots])
+        return [*split(together, gradients), total]
+
+    def _call(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        sums = tf.numpy_function(self.host.sum, pieces, [self.host.dtype] * len(pieces))
+        for total, piece in zip(sums, pieces, strict=True):
+            total.set_shape(piece.shape)
+        return [tf.cast(total, piece.dtype) for total, piece in zip(sums, pieces, strict=True)]
 
 
 class HorovodReducer:
-    """One Horovod allreduce of all gradients: nothing is left for its dynamic fusion to reorder."""
+    """One Horovod allreduce of all pieces: nothing is left for its dynamic fusion to reorder."""
+
+    lends = False
 
     def __init__(self, name: str, horovod: ModuleType, compress: bool) -> None:
         self.name = name
         self.horovod = horovod
         self.compress = compress
-        self.sum = tf.function(self._sum)
 
-    def _sum(self, flat: tf.Tensor) -> tf.Tensor:
+    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See Reducer."""
         if not self.compress:
-            return self._allreduce(flat, "gradients")
-        half = self._allreduce(tf.cast(flat[:-1], tf.float16), "gradients_fp16")
-        return tf.concat([tf.cast(half, tf.float32), self._allreduce(flat[-1:], "totals")], 0)
+            return with_square(split(self._allreduce(join(pieces), "gradients"), pieces))
+        *gradients, slots = pieces
+        half = self._allreduce(tf.cast(join(gradients), tf.float16), "gradients_fp16")
+        return with_square([*split(tf.cast(half, slots.dtype), gradients), self._allreduce(slots, "totals")])
+
+    borrow = sum
 
     def _allreduce(self, values: tf.Tensor, name: str) -> tf.Tensor:
         return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}")
@@ -90,6 +121,13 @@ class HorovodReducer:
     def close(self) -> None:
         """Ends Horovod's background thread, which would take time from the cores even when it has nothing to do."""
         self.horovod.shutdown()
+
+
+def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The same, where the last one tells the square of the norm of the others."""
+    *gradients, slots = pieces
+    square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients])
+    return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
 
 
 class FastFloat16:
@@ -104,26 +142,32 @@ class FastFloat16:
         np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
 
 
-def open_reducer(candidate: Candidate, group: Group, length: int) -> Reducer:
-    """The reducer of a candidate for ``length`` numbers, a multiple of 16. Collective over the group.
+def open_reducer(candidate: Candidate, group: Group, pieces: Pieces) -> Reducer:
+    """The reducer of a candidate. Collective over the group.
 
     Raises:
         UserError: Horovod is missing or does not fit; see horovod_setup.
     """
     if candidate.kind == "none" or group.size == 1:
         return NoReducer()
+    on_gpu = bool(tf.config.list_logical_devices("GPU"))
     if candidate.kind == "horovod":
         horovod = horovod_setup.load("tensorflow")
-        horovod_setup.start(horovod, group, on_gpu=bool(tf.config.list_logical_devices("GPU")))
+        horovod_setup.start(horovod, group, on_gpu)
         return HorovodReducer(candidate.name, horovod, candidate.compression == "fp16")
-    candidate, host = open_mpi_sum(candidate, group, length, np.float32, {**CODECS, "fp16": FastFloat16()})
-    return HostReducer(candidate.name, host)
+    layout, shapes = pieces.layout, pieces.shapes
+    if on_gpu:
+        length = sum(layout.sizes)
+        layout, shapes = plan([length], None, SLOTS), [(length,)]
+    codecs = {**CODECS, "fp16": FastFloat16()}
+    candidate, host = open_piece_sum(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
+    return HostReducer(candidate.name, host, joined=on_gpu)
 
 
 def measured_reducer(
     config: ReduceConfig,
     world: World,
-    flat: FlatGradients,
+    pieces: Pieces,
     rehearse: Callable[[Reducer], None],
     chosen: str | None = None,
     announce: Callable[[Choice], None] | None = None,
@@ -133,30 +177,29 @@ def measured_reducer(
     Args:
         config: the run file's section.
         world: the ranks.
-        flat: how gradients are joined.
+        pieces: of the gradients.
         rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: told what was measured, where there was a choice.
     """
-    length = flat.layout.length
     if chosen is not None and world.data.size > 1:
-        return open_reducer(Candidate.parse(chosen), world.data, length)
+        return open_reducer(Candidate.parse(chosen), world.data, pieces)
     among = possible(config, world)
     if len(among) == 1:
-        return open_reducer(among[0], world.data, length)
-    choice = choose(among, _Rehearsal(world.data, length, rehearse), world.data)
+        return open_reducer(among[0], world.data, pieces)
+    choice = choose(among, _Rehearsal(world.data, pieces, rehearse), world.data)
     if announce is not None:
         announce(choice)
-    return open_reducer(choice.candidate, world.data, length)
+    return open_reducer(choice.candidate, world.data, pieces)
 
 
 class _Rehearsal:
-    def __init__(self, group: Group, length: int, step: Callable[[Reducer], None]) -> None:
-        self.group, self.length, self.step = group, length, step
+    def __init__(self, group: Group, pieces: Pieces, step: Callable[[Reducer], None]) -> None:
+        self.group, self.pieces, self.step = group, pieces, step
         self.reducer: Reducer = NoReducer()
 
     def open(self, candidate: Candidate) -> None:
-        self.reducer = open_reducer(candidate, self.group, self.length)
+        self.reducer = open_reducer(candidate, self.group, self.pieces)
 
     def run(self) -> None:
         self.step(self.reducer)

@@ -32,7 +32,7 @@ def plain(text: str) -> str:
 def line(text: str, most_characters: int = MOST_CHARACTERS) -> str:
     """``plain`` text as one line of bounded length, for a sentence or a cell of a table."""
     cut = text if len(text) <= most_characters else text[:most_characters] + " ..."
-    return cut if cut.isprintable() else " ".join(plain(cut).split())
+    return cut if cut.isprintable() else " ".join(plain(cut).split()).encode("utf-8", "backslashreplace").decode()
 
 
 def show(text: str, stream: TextIO | None = None, end: str = "\n") -> None:

@@ -15,6 +15,8 @@ MOST_ITEMS = 1000
 """Of a container that is gone through: a longer one is data."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of libraries."""
+FRAMEWORKS = frozenset({"torch", "tensorflow", "keras", "numpy", __name__.partition(".")[0]})
+"""Libraries whose objects are never gone into, wherever they are installed."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Place:
     """Puts another value there; None where nothing can be."""
 
 
-def own_attributes(value: Any) -> Iterable[str]:
+def own_attributes(value: Any, own: bool) -> Iterable[str]:
     """All attributes of objects of the user's classes."""
-    return vars(value) if hasattr(value, "__dict__") and is_own(value) else ()
+    return vars(value) if hasattr(value, "__dict__") and (own or isinstance(value, types.SimpleNamespace)) else ()
 
 
 def plain_key(key: Any) -> str | None:
@@ -49,13 +51,14 @@ class Reach:
 
     is_end: Callable[[Any], bool] = nothing
     """Whether a value is given without going into it."""
-    attributes: Callable[[Any], Iterable[str]] = own_attributes
-    """Names of those attributes of an object that are gone into."""
+    attributes: Callable[[Any, bool], Iterable[str]] = own_attributes
+    """attributes(value, own): names of the attributes to go into; ``own`` tells whether the class is the user's."""
     key_name: Callable[[Any], str | None] = plain_key
     """What a key of a dict is called in paths; None leaves the item out."""
 
     def places(self, root: Any) -> Iterator[Place]:
         """The root and everything that it holds, nearest first. Each object comes once, a number wherever it is."""
+        home = package_of(root)
         seen: set[int] = set()
         waiting = deque([Place("", root)])
         while waiting:
@@ -66,9 +69,9 @@ class Reach:
                 seen.add(id(place.value))
                 yield place
                 if not self.is_end(place.value):
-                    waiting.extend(self.inside(place.value, f"{place.path}." if place.path else ""))
+                    waiting.extend(self.inside(place.value, f"{place.path}." if place.path else "", home))
 
-    def inside(self, value: Any, path: str) -> Iterator[Place]:
+    def inside(self, value: Any, path: str, home: str) -> Iterator[Place]:
         """What a value holds itself."""
         if isinstance(value, (type, types.ModuleType)):
             return
@@ -87,20 +90,28 @@ class Reach:
         elif isinstance(value, types.MethodType):
             yield Place(path.rstrip("."), value.__self__)
         elif isinstance(value, types.FunctionType):
-            yield from inside_function(value, path) if is_own(value) else ()
+            yield from inside_function(value, path) if is_own(value, home) else ()
         else:
-            yield from (item(f"{path}{name}", vars(value), name) for name in self.attributes(value))
-            yield from (Place(f"{path}{name}", function) for name, function in methods(value).items())
+            yield from (item(path + name, vars(value), name) for name in self.attributes(value, is_own(value, home)))
+            yield from (Place(path + name, function) for name, function in methods(value, home).items())
 
 
-def is_own(value: Any) -> bool:
-    """Whether a function, a class, or an object's class is the user's: libraries are left to themselves."""
+def package_of(value: Any) -> str:
+    """Top-level package of a function, a class, or an object's class."""
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__self__
     owner = value if isinstance(value, (types.FunctionType, type)) else type(value)
-    package = str(owner.__module__).partition(".")[0]
-    is_library = package in sys.stdlib_module_names or package == __name__.partition(".")[0]
+    return str(owner.__module__).partition(".")[0]
+
+
+def is_own(value: Any, home: str) -> bool:
+    """Whether a function, a class, or an object's class is the user's: of the root's package, or not a library's."""
+    package = package_of(value)
+    if package in sys.stdlib_module_names or package in FRAMEWORKS:
+        return False
     module = sys.modules.get(package)
     place = PurePath(str(vars(module).get("__file__") or "")) if module else PurePath()
-    return not is_library and not INSTALLED.intersection(place.parts)
+    return package == home or not INSTALLED.intersection(place.parts)
 
 
 def item(path: str, container: Any, key: Any) -> Place:
@@ -109,9 +120,9 @@ def item(path: str, container: Any, key: Any) -> Place:
     return Place(path, container[key], put)
 
 
-def methods(value: Any) -> dict[str, types.FunctionType]:
-    """Functions of an object's own classes."""
-    own = [one for one in reversed(type(value).__mro__) if is_own(one)]
+def methods(value: Any, home: str) -> dict[str, types.FunctionType]:
+    """Functions of those of an object's classes that are the user's."""
+    own = [one for one in reversed(type(value).__mro__) if is_own(one, home)]
     return {name: each for one in own for name, each in vars(one).items() if isinstance(each, types.FunctionType)}
 
 

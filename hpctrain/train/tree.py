@@ -79,6 +79,8 @@ def put_together(arrays: Mapping[str, NDArray[Any]], leaf: Callable[[str, Any], 
             return items if kind == "list" else tuple(items)
         if kind == "float":
             return float(next(floats))
+        if kind == "big":
+            return int(content, 16)
         return {"int": int, "bool": bool}[kind](next(integers)) if kind in ("int", "bool") else content
 
     try:
@@ -95,6 +97,8 @@ def _node(value: Any, describe: Callable[[Any], Any], where: str, tree: Tree) ->
     if isinstance(value, (bool, int)) and -(2**63) <= value < 2**63:
         tree.integers.append(int(value))
         return ["bool" if isinstance(value, bool) else "int", None]
+    if isinstance(value, int) and abs(value) < 2**256:  # the state of a random generator: text of a fixed length
+        return ["big", f"{value:+065x}"]
     if isinstance(value, float):
         tree.floats.append(value)
         return ["float", None]

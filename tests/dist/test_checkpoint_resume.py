@@ -124,7 +124,7 @@ def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs: 
     for ranks, last in ((2, 5), (1, 8)):
         runs.attempt("run", ranks, stop_after=last, **options)
         saved.append(CheckpointStore(RunDir(runs.folder / "run").checkpoints).load(last).arrays)
-    assert saved[0].keys() == saved[1].keys()
+    assert saved[0].keys() == {name for name in saved[1] if not name.startswith("rng/")}
     counts = [arrays["held/optimizer/own/count"] for arrays in saved]
     calls = [arrays["held/model/extra/2/integers"][0] for arrays in saved]
     assert counts == [5, 8] and calls == [10, 16]  # two micro-batches a step

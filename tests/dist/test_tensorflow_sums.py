@@ -14,11 +14,12 @@ PROGRAM = Path(__file__).parent / "programs" / "tensorflow_sums.py"
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)])
 def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
-    result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=120)
+    result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=240)
     found = json.loads(result.stdout.strip().splitlines()[-1])
     by_mpi = {"mpi-node", "mpi-ring", "mpi-flat", "mpi-flat-fp16", "mpi-flat-bf16"}
-    assert set(found) == by_mpi | {"horovod-flat", "horovod-flat-fp16"}
+    wide = {f"{name} in float64" for name in ("mpi-node", "mpi-flat", "horovod-flat")}
+    assert set(found) == by_mpi | wide | {"horovod-flat", "horovod-flat-fp16"}
     for name, sums in found.items():
         in_other_order = 2e-3 if name == "horovod-flat-fp16" else 2e-7  # four terms are added in MPI's own order
         assert sums["same"], name
-        assert sums["difference"] <= (0 if ranks == 2 else in_other_order), name
+        assert sums["difference"] <= (0 if ranks == 2 else 1e-15 if name in wide else in_other_order), name

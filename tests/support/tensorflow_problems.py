@@ -175,8 +175,35 @@ def weighted(outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
     return tf.reduce_sum(weights * tf.reduce_sum(tf.square(outputs), 1)), tf.reduce_sum(weights)
 
 
+class Remembering(keras.optimizers.SGD):
+    """Adds half of the gradient before, which it keeps as it got it."""
+
+    def build(self, variables: Any) -> None:
+        """One slot a variable."""
+        super().build(variables)
+        self.before = [self.add_variable_from_reference(variable, "before") for variable in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """See keras.optimizers.Optimizer."""
+        before = self.before[self._get_variable_index(variable)]
+        self.assign_sub(variable, learning_rate * (gradient + 0.5 * before))
+        self.assign(before, gradient)
+
+
+def own_optimizers() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
+    """Every one of Keras that hpctrain takes, as it is by default."""
+    classes = {name: cls for name, cls in vars(keras.optimizers).items() if isinstance(cls, type)}
+    return {
+        name: cls
+        for name, cls in sorted(classes.items())
+        if issubclass(cls, keras.optimizers.Optimizer) and name not in ("Optimizer", "LossScaleOptimizer")
+    }
+
+
 ROW, ROWS = {"x": numbers((4,))}, {"x": numbers((5, 4))}
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    **own_optimizers(),
+    "of one's own": lambda: Remembering(0.1),
     "weight decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.1),
     "average": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "clipped": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
@@ -193,7 +220,7 @@ PROBLEMS: dict[str, Problem] = {
     "layer of its own dtype, float64": Problem(lambda: partly("float64"), ROW),
     "layer of its own dtype, mixed_bfloat16": Problem(lambda: partly("mixed_bfloat16"), ROW, accuracy=1e-2),
     "layer of its own dtype, bfloat16": Problem(lambda: partly("bfloat16"), ROW, accuracy=3e-2),
-    "float64": Problem(lambda: with_policy("float64", regularized), ROW),
+    "float64": Problem(lambda: with_policy("float64", regularized), ROW, accuracy=1e-14),
     "mixed precision, bf16": Problem(regularized, ROW, train={"precision": "bf16"}, accuracy=1e-2),
     "mixed precision, fp16": Problem(regularized, ROW, train={"precision": "fp16"}, accuracy=1e-2),
     "add_loss": Problem(lambda: sequential(Penalized(), layers.Dense(2)), ROW),

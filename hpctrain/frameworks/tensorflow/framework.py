@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
-from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update, slots_and_norm
+from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow.state import (
     VariableTensor,
@@ -30,9 +29,9 @@ from hpctrain.frameworks.tensorflow.state import (
     path_in,
     require_same_model,
 )
+from hpctrain.frameworks.tensorflow.step import Judge, Step
 from hpctrain.reduce.choice import Choice
-from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, totals
-from hpctrain.reduce.tensorflow_flat import FlatGradients
+from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import Reducer, broadcast, measured_reducer, open_reducer, possible
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
@@ -60,7 +59,7 @@ class KerasStepResult:
 class KerasFramework:
     """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework.
 
-    Forward and backward are one TensorFlow function, the update is another; the exchange lies between them.
+    An update is one TensorFlow function, in which the ranks meet.
 
     Where ``auto`` has a choice, the reducer is made with the first update: it measures on its batch. Before that, set
     ``chosen_reducer`` to keep an earlier choice, ``announce`` to hear of a new one.
@@ -83,23 +82,26 @@ class KerasFramework:
         self.config = config
         self.clock = clock
         variables = task.model.trainable_variables
-        self.flat = FlatGradients(variables)
-        self.passes = Passes(task, self.flat, config.reduce.sparse, config.train.compile)
-        self.update = Update(task.optimizer, variables, self.flat, config.train.compile)
+        self.pieces = Pieces(variables)
+        self.passes = Passes(task, self.pieces, config.reduce.sparse, config.train.compile)
+        self.update = Update(task.optimizer, variables, self.pieces, config.train.compile)
+        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
+        self.judge = Judge(clock, config.train.clip_norm, self.loss_scale)
+        self.steps: Step | None = None
         self.reducer: Reducer | None = None
         self.chosen_reducer: str | None = None
         self.announce: Callable[[Choice], None] | None = None
         among = possible(config.reduce, world)
         if len(among) == 1:
-            self.reducer = open_reducer(among[0], self.group, self.flat.layout.length)
+            self.reducer = open_reducer(among[0], self.group, self.pieces)
             self.chosen_reducer = among[0].name
-        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
         self.noise = tf.random.get_global_generator()
         task.optimizer.build(variables)
-        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, task.model)
+        others = {"loss": task.loss, "forward": task.forward}
+        self.holdings = Holdings(task.optimizer, others, task.model, [self.noise.state])
         self._make_equal()
 
     def _make_equal(self) -> None:
@@ -119,11 +121,13 @@ class KerasFramework:
         self.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
+        if step:  # before the first one, the task's own seeds hold
+            self.holdings.reseed(rank_seed)
 
     @property
     def gradient_bytes(self) -> int:
         """See Framework."""
-        return 4 * self.flat.layout.gradients
+        return 4 * self.pieces.layout.gradients
 
     def set_learning_rate(self, factor: float) -> None:
         """See Framework."""
@@ -145,58 +149,54 @@ class KerasFramework:
         self.clock.mark(Phase.TO_DEVICE)
         if self.reducer is None:
             self.reducer = self._measure(batches, global_samples)
-        mine = self._gradients(batches, global_samples)
-        slots = np.asarray(mine[-1]).astype(np.float64) * global_samples  # waits for a device: backward is over
-        self.clock.mark(Phase.BACKWARD)
-        total = self.reducer.sum(mine)
-        self.clock.mark(Phase.EXCHANGE)
-        norm = self._apply(mine, total)
+        if self.steps is None or self.steps.reducer is not self.reducer:
+            self.steps = Step(self.passes, self.update, self.reducer, self.judge)
+        try:
+            if len(batches) == 1:
+                self.steps.whole(batches[0], *self._scalars(global_samples))
+            else:
+                self.steps.complete(self._gradients(batches, global_samples))
+        except tf.errors.OpError as error:
+            if self.judge.stopped:
+                raise NonFiniteLoss(self._ranks_at_fault(batches, global_samples)) from error
+            raise
         self.clock.mark(Phase.OPTIMIZER)
-        return KerasStepResult((float(slots[LOSS]), float(slots[WEIGHT])), norm)
+        loss, weight = self.judge.own
+        return KerasStepResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that was chosen before, or is fastest on these batches; rehearsals leave the model as it was."""
         changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
         before = [np.array(tensor.host_view()) for tensor in changed]
+        sums: dict[int, Callable[..., Any]] = {}
 
         def rehearse(reducer: Reducer) -> None:
-            np.asarray(reducer.sum(self._gradients(batches, global_samples))[-1])  # waits for a device
+            add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
+            np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
 
         reducer = measured_reducer(
-            self.config.reduce, self.world, self.flat, rehearse, self.chosen_reducer, self.announce
+            self.config.reduce, self.world, self.pieces, rehearse, self.chosen_reducer, self.announce
         )
         for tensor, value in zip(changed, before, strict=True):
             tensor.assign(value)
         return reducer
 
-    def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> tf.Tensor:
+    def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros where its part of the batch is empty."""
-        share = tf.constant(1.0 / global_samples)
-        scale = tf.constant(self.loss_scale.factor if self.loss_scale else 1.0)
-        flat = None
+        pieces: list[tf.Tensor] = []
         for batch in batches:
-            more = self.passes.gradients(batch, share, scale)
-            flat = more if flat is None else flat + more
-        return self.flat.zeros() if flat is None else flat
+            more = self.passes.gradients(batch, *self._scalars(global_samples))
+            pieces = [old + new for old, new in zip(pieces, more, strict=True)] if pieces else more
+        return pieces or self.pieces.zeros()
 
-    def _apply(self, mine: tf.Tensor, total: tf.Tensor) -> float:
-        """Clips and updates, or skips where a scaled loss overflows; the gradient's norm before clipping."""
-        *slots, square = np.asarray(slots_and_norm(total)).tolist()
-        known = totals(slots)
-        divisor = known.divisor * (self.loss_scale.factor if self.loss_scale else 1.0)
-        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
-        if math.isfinite(known.loss) and math.isfinite(norm):
-            factor = clip_factor(norm, self.config.train.clip_norm) / divisor
-            self.update.run(total, None if factor == 1.0 else tf.constant(factor, tf.float32))
-            if self.loss_scale:
-                self.loss_scale.succeeded()
-        elif self.loss_scale is None or not self.loss_scale.overflowed():
-            raise NonFiniteLoss(self._ranks_at_fault(mine))
-        return norm
+    def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Each sample's share, and the loss scale."""
+        numbers = (1.0 / global_samples, self.loss_scale.factor if self.loss_scale else 1.0)
+        return tf.constant(numbers[0], tf.float64), tf.constant(numbers[1], tf.float64)
 
-    def _ranks_at_fault(self, mine: tf.Tensor) -> list[int]:
-        own = bool(np.isfinite(np.asarray(mine)).all())
-        finite = self.group.allgather(own, "find the rank whose loss is not finite")
+    def _ranks_at_fault(self, batches: Sequence[Tensors], global_samples: int) -> list[int]:
+        own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
+        finite = self.group.allgather(bool(all(own)), "find the rank whose loss is not finite")
         return [rank for rank, fine in enumerate(finite) if not fine]
 
     def evaluate(self, batch: HostBatch) -> Sums:
@@ -256,17 +256,12 @@ class KerasFramework:
         """See Framework."""
         if self.reducer:
             self.reducer.close()
-            self.reducer = None
+            self.reducer = self.steps = None
 
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
     """A host batch as tensors; on a CPU they may share the arrays' memory."""
     return {name: tf.convert_to_tensor(array) for name, array in batch.items()}
-
-
-def clip_factor(norm: float, limit: float | None) -> float:
-    """What a gradient of this norm is multiplied by, so that its norm is at most the limit."""
-    return limit / norm if limit is not None and norm > limit else 1.0
 
 
 def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -287,12 +282,6 @@ def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None
         raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
     if not task.model.trainable_variables:
         raise UserError("the Keras model has no weight to train", "leave some layers trainable")
-    double = [variable.path for variable in task.model.trainable_variables if variable.dtype == "float64"]
-    if double:
-        raise UserError(
-            f"{double[0]} is float64, but gradients of Keras models are exchanged as float32",
-            "make the model in float32, or write it in PyTorch, where float64 is kept",
-        )
     if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer):
         raise UserError(
             "the optimizer is a LossScaleOptimizer",

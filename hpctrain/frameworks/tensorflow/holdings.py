@@ -17,11 +17,12 @@ from hpctrain.train.state import Placement
 VARIABLES = (keras.Variable, tf.Variable)
 HOLDERS = (keras.Layer, keras.Metric)
 """What has a list of its variables."""
+GENERATORS = (keras.random.SeedGenerator, tf.random.Generator)
 
 
 def is_end(value: Any) -> bool:
     """What is not gone into."""
-    return isinstance(value, (*VARIABLES, *HOLDERS, keras.random.SeedGenerator, tf.Tensor, np.ndarray))
+    return isinstance(value, (*VARIABLES, *HOLDERS, *GENERATORS, tf.Tensor, np.ndarray))
 
 
 def optimizers_in(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.optimizers.Optimizer]:
@@ -41,12 +42,20 @@ class Holdings:
         optimizer: the task's, built; equal on all ranks.
         others: what sees each rank's own samples, by name: the loss, ``forward``.
         model: its own variables are not looked at.
+        known: other variables that are saved by other names.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, others: Mapping[str, Any], model: keras.Model) -> None:
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        others: Mapping[str, Any],
+        model: keras.Model,
+        known: Iterable[tf.Variable],
+    ) -> None:
         self.optimizer = optimizer
         self.others = others
         self.model = model
+        self.known = list(known)
         self.made_with = {tensor.name for tensor in self.found()}
 
     def tensors(self) -> list[VariableTensor]:
@@ -66,7 +75,7 @@ class Holdings:
 
     def found(self) -> list[VariableTensor]:
         """Each variable once."""
-        seen = {id(native(variable)) for variable in self.model.variables}
+        seen = {id(native(variable)) for variable in (*self.model.variables, *self.known)}
         everything = [
             *(each for path, one in optimizers_in(self.optimizer).items() for each in self.of_optimizer(path, one)),
             *held_variables("optimizer", self.optimizer, Placement.REPLICATED),
@@ -83,9 +92,16 @@ class Holdings:
         """Of one, with its path before the names of slots."""
         return optimizer_tensors(optimizer, self.model, f"{path}." if path else "")
 
+    def reseed(self, seed: int) -> None:
+        """Begins other streams of the random generators that are held."""
+        states = [tensor.variable for tensor in self.tensors() if tensor.name.startswith("rng/held/")]
+        for number, state in enumerate(states):
+            words = np.random.SeedSequence([seed, number]).generate_state(int(np.prod(state.shape)), np.uint32)
+            state.assign(tf.cast(words, state.dtype))
+
     def refuse_strangers(self, arrays: Iterable[str]) -> None:
         """Raises UserError where something was saved for which there is no variable."""
-        left = {name for name in arrays if name.startswith("held/")} - self.made_with
+        left = {name for name in arrays if name.startswith(("held/", "rng/held/"))} - self.made_with
         if left:
             fix = "load it into the task that it was saved from"
             raise UserError(f"{min(left)} was saved, and the task has no place for it", fix)
@@ -103,7 +119,8 @@ def held_variables(root: str, value: Any, placement: Placement) -> Iterator[Vari
             shared = Placement.REPLICATED if is_weight else placement
             dtype = native(variable).dtype
             if dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex:
-                yield VariableTensor(f"held/{root}/{name or 'itself'}", native(variable), shared)
+                kind = "rng/held" if isinstance(place.value, GENERATORS) else "held"
+                yield VariableTensor(f"{kind}/{root}/{name or 'itself'}", native(variable), shared)
 
 
 def variables_at(place: Place) -> list[tuple[str, Any, bool]]:
@@ -111,7 +128,7 @@ def variables_at(place: Place) -> list[tuple[str, Any, bool]]:
     value = place.value
     if isinstance(value, VARIABLES):
         return [(place.path, value, False)]
-    if isinstance(value, keras.random.SeedGenerator):
+    if isinstance(value, GENERATORS):
         return [(f"{place.path}.state", value.state, False)]
     if not isinstance(value, HOLDERS):
         return []

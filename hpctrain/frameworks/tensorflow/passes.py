@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hpctrain.errors import UserError
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
-from hpctrain.reduce.tensorflow_flat import FlatGradients
+from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.tasks.definition import KerasTask
 
 Tensors = Mapping[str, tf.Tensor]
@@ -22,8 +22,8 @@ Tensors = Mapping[str, tf.Tensor]
 class Traced:
     """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced anew."""
 
-    def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
-        self.function = tf.function(function, jit_compile=compiled or None)
+    def __init__(self, function: Callable[..., Any], compiled: bool, autograph: bool = True) -> None:
+        self.function = tf.function(function, jit_compile=compiled or None, autograph=autograph)
         self.by_structure: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, batch: Tensors, *scalars: tf.Tensor) -> Any:
@@ -61,38 +61,42 @@ class InMode(keras.Layer):
 class Passes:
     """What is computed from one batch of one task."""
 
-    def __init__(self, task: KerasTask, flat: FlatGradients, sparse: str, compiled: bool) -> None:
+    def __init__(self, task: KerasTask, pieces: Pieces, sparse: str, compiled: bool) -> None:
         """
         Args:
-            flat: how the trainable variables' gradients are joined.
+            pieces: of the trainable variables' gradients.
             sparse: ``densify`` or ``refuse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
         """
         self.task = task
         self.variables = task.model.trainable_variables
-        self.flat = flat
+        self.pieces = pieces
         self.sparse = sparse
+        self.weighted: bool | None = None
+        """Whether the task's loss gives a weight, once it is known."""
         self.averages: Sequence[tf.Variable] = ()
         """What evaluation and prediction use in place of the trainable variables, where there are any."""
         self.gradients = Traced(self._gradients, compiled)
-        """gradients(batch, share, loss_scale) -> float32[rows, 16]: of the loss' sum over the batch times both.
+        """gradients(batch, share, loss_scale) -> pieces: of the loss' sum over the batch times both.
 
-        The last row holds the slots of comm/totals.py. ``share`` is 1 / samples of the global batch.
+        ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
         """
         self.evaluate = Traced(self._evaluate, compiled)
         """evaluate(batch) -> {name: (sum, weight)}."""
         self.predict = Traced(self._predict, compiled)
         """predict(batch) -> outputs, as the model gives them."""
 
-    def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
+    def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             loss = self._loss(self._outputs(batch, training=True), batch)
+            share, loss_scale = tf.cast(share, loss.total.dtype), tf.cast(loss_scale, loss.total.dtype)
             target = loss.total * share * loss_scale
+        self.weighted = loss.weighted
         refuse_late_weights(self.variables, self.task.model)
         gradients = tape.gradient(target, [variable.value for variable in self.variables])
         dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.flat.join(dense, slots)
+        return self.pieces.pack_with(dense, slots)
 
     def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
         with self._average_weights():
@@ -118,7 +122,7 @@ class Passes:
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
         """The task's loss and the model's own penalties, which weigh as much as the samples do."""
         loss = score_of(self.task.loss(outputs, batch), batch)
-        penalties = [tf.cast(penalty, tf.float32) for penalty in self.task.model.losses]
+        penalties = [tf.cast(penalty, loss.total.dtype) for penalty in self.task.model.losses]
         return replace(loss, total=loss.total + loss.weight * tf.add_n(penalties)) if penalties else loss
 
     def _dense(self, variable: keras.Variable, gradient: Any) -> tf.Tensor:
@@ -158,7 +162,9 @@ class BatchScore:
 def score_of(score: Any, batch: Tensors) -> BatchScore:
     """Reads what a task's loss or metric returned; raises UserError where it is neither a scalar nor (sum, weight)."""
     weighted = isinstance(score, (tuple, list)) and len(score) == 2
-    scalars = [tf.cast(tf.convert_to_tensor(part), tf.float32) for part in (score if weighted else [score])]
+    scalars = [tf.convert_to_tensor(part) for part in (score if weighted else [score])]
+    dtype = tf.float64 if scalars[0].dtype == tf.float64 else tf.float32
+    scalars = [tf.cast(scalar, dtype) for scalar in scalars]
     if any(scalar.shape.rank != 0 for scalar in scalars):
         raise UserError(
             f"the loss or a metric has shape {[tuple(scalar.shape) for scalar in scalars]}",
@@ -166,7 +172,7 @@ def score_of(score: Any, batch: Tensors) -> BatchScore:
         )
     if weighted:
         return BatchScore(scalars[0], tf.stop_gradient(scalars[1]), True)
-    samples = tf.cast(tf.shape(next(iter(batch.values())))[0], tf.float32)
+    samples = tf.cast(tf.shape(next(iter(batch.values())))[0], dtype)
     return BatchScore(scalars[0] * samples, samples, False)
 
 
@@ -175,39 +181,28 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
 
 
-@tf.function
-def slots_and_norm(flat: tf.Tensor) -> tf.Tensor:
-    """float32[17]: the last row, then the square of the L2 norm of all others."""
-    return tf.concat([flat[-1], [2.0 * tf.nn.l2_loss(flat[:-1])]], 0)
-
-
 class Update:
     """The optimizer's step, then the EMA of the weights."""
 
     def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        variables: Sequence[keras.Variable],
-        flat: FlatGradients,
-        compiled: bool,
+        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], pieces: Pieces, compiled: bool
     ) -> None:
         self.optimizer = optimizer
         self.variables = variables
-        self.flat = flat
+        self.pieces = pieces
         self.averages: list[tf.Variable] = []
         self.ema_decay = 0.0
         self.run = tf.function(self._run, jit_compile=compiled or None)
-        """run(flat, factor): with gradients float32[rows, 16] times ``factor``, or as they are where it is None."""
+        """run(pieces) -> True: with gradients of the global batch; slots are left out."""
 
     def keep_average(self, decay: float) -> None:
         """From now on keeps an EMA of the weights, in float32, that begins where they are now."""
         self.ema_decay = decay
         self.averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in self.variables]
 
-    def _run(self, flat: tf.Tensor, factor: tf.Tensor | None) -> None:
-        if factor is not None:
-            flat = flat * factor
-        gradients = zip(self.flat.split(flat), self.variables, strict=True)
+    def _run(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        gradients = zip(self.pieces.unpack(pieces), self.variables, strict=True)
         self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
         for average, variable in zip(self.averages, self.variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))
+        return self.optimizer.iterations.value >= 0

@@ -287,6 +287,8 @@ class TorchFramework:
         rank_seed = derive(self.config.seed, 1, self.world.data.rank, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         seed(rank_seed)
+        if step:  # before the first one, the task's own seeds hold
+            self.holdings.reseed(rank_seed)
 
     def synchronize(self) -> None:
         """See Framework."""

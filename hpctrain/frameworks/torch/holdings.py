@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,48 +15,36 @@ from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.torch.loose import MOST_BYTES, can_put, is_array, is_loose, loose_tensor, put_back, sign
 from hpctrain.frameworks.torch.optimizer import Part
-from hpctrain.frameworks.torch.state import TorchTensor, digest, load_tensors, module_tensors, tensor_of
-from hpctrain.train.reach import Place, Reach, is_own, own_attributes, plain_key
-from hpctrain.train.state import ArrayTensor, Placement, StateTensor
-from hpctrain.train.tree import put_together, take_apart
+from hpctrain.frameworks.torch.spoken import (
+    GENERATORS,
+    Generator,
+    below,
+    extra_states,
+    extra_tensors,
+    speaks,
+    tree_tensors,
+    tree_value,
+)
+from hpctrain.frameworks.torch.state import TorchTensor, load_tensors, module_tensors
+from hpctrain.train.reach import Place, Reach, own_attributes, plain_key
+from hpctrain.train.seeds import derive
+from hpctrain.train.state import Placement, StateTensor
 
 PLAIN_MODULE = frozenset(vars(Module())) - {"_modules"}
 """Attributes that torch itself gives every module."""
 PLAIN_OPTIMIZER = frozenset(vars(SGD([torch.zeros(1)], lr=1.0)))
 """The same for optimizers."""
-MOST_BYTES = 64 << 20
-"""Of a tensor or array in a plain attribute that is looked at: a larger one is data."""
-OWN = "own"
-"""Part of the names of what is kept in plain attributes."""
 
 
-@runtime_checkable
-class Speaker(Protocol):
-    """An object that says itself what its state is."""
-
-    def state_dict(self) -> Any:
-        """All of it."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Takes over what ``state_dict`` gave."""
-
-
-def speaks(value: Any) -> bool:
-    """Whether an object other than a module has methods of its own that save and load its state."""
-    if isinstance(value, Optimizer):
-        kind = type(value)
-        return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
-    return isinstance(value, Speaker) and not isinstance(value, (Module, type))
-
-
-def attributes(value: Any) -> Iterable[str]:
+def attributes(value: Any, own: bool) -> Iterable[str]:
     """What is gone into: of optimizers and modules all that is not torch's own."""
     if isinstance(value, Optimizer):
         return [name for name in vars(value) if name not in PLAIN_OPTIMIZER]
     if isinstance(value, Module):
-        return [name for name in vars(value) if name not in PLAIN_MODULE] if is_own(value) else ["_modules"]
-    return own_attributes(value)
+        return [name for name in vars(value) if name not in PLAIN_MODULE] if own else ["_modules"]
+    return own_attributes(value, own)
 
 
 @dataclass(frozen=True)
@@ -65,10 +53,22 @@ class Root:
 
     name: str
     value: Any
-    placement: Placement
-    """Of its state, but for the parameters of modules, which are equal on all ranks."""
-    is_strict: bool = False
-    """Whether numbers and tensors that appear while it works are refused; else they are taken for caches and logs."""
+    is_shared: bool
+    """Whether its state is equal on all ranks: the optimizer's. What sees each rank's own samples has its own state,
+    but for the parameters of modules; and values that appear while it works are taken for caches and logs there."""
+
+    @property
+    def placement(self) -> Placement:
+        """Of what it holds."""
+        return Placement.REPLICATED if self.is_shared else Placement.RANK
+
+    def placement_of(self, place: Place) -> Placement:
+        """Of a value in a plain attribute. Numbers cost nothing, and ranks need not agree on which have changed."""
+        return self.placement if is_array(place) else Placement.RANK
+
+    def is_listed(self, place: Place) -> bool:
+        """Whether a value is saved even if it has not changed: ranks that share the writing must list the same."""
+        return self.placement_of(place) is Placement.REPLICATED
 
 
 @dataclass
@@ -77,6 +77,7 @@ class Found:
 
     modules: dict[str, Module]
     speakers: dict[str, Any]
+    """Generators among them."""
     loose: dict[str, Place]
     """Numbers, arrays and tensors in plain attributes."""
 
@@ -98,8 +99,8 @@ class Holdings:
     """
 
     def __init__(self, optimizer: Any, others: Mapping[str, Any], model: Module) -> None:
-        own = [Root(name, value, Placement.RANK) for name, value in others.items()]
-        self.roots = [Root("optimizer", optimizer, Placement.REPLICATED, is_strict=True), *own]
+        own = [Root(name, value, is_shared=False) for name, value in others.items()]
+        self.roots = [Root("optimizer", optimizer, is_shared=True), *own]
         self.model = model
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.modules = {id(module) for module in model.modules()}
@@ -111,7 +112,8 @@ class Holdings:
         self.looked_after = 0
         for root in self.roots:
             found = self.find(root)
-            self.made_with |= {loose_name(root, path): sign(place.value) for path, place in found.loose.items()}
+            for path, place in found.loose.items():
+                self.made_with[loose_name(root, path)] = "" if root.is_listed(place) else sign(place.value)
             for path, module in found.modules.items():
                 self.extra_state += extra_states(root.name, path, module)
 
@@ -135,9 +137,11 @@ class Holdings:
                 if id(place.value) not in inner:
                     inner |= {id(module) for module in place.value.modules()}
                     found.modules[place.path] = place.value
+            elif isinstance(place.value, GENERATORS):
+                found.speakers[place.path] = Generator(place.value)
             elif speaks(place.value):
                 found.speakers[place.path] = place.value
-            elif is_loose(place.value):
+            elif is_loose(place.value, math.inf if root.is_shared else MOST_BYTES):
                 found.loose[place.path] = place
         return found
 
@@ -160,14 +164,14 @@ class Holdings:
             memory |= {tensor.tensor.data_ptr() for tensor in held}
             tensors += [*held, *speaker_state(root, found)]
             for path, place in found.loose.items():
-                name, now = loose_name(root, path), sign(place.value)
+                name = loose_name(root, path)
                 if isinstance(place.value, Tensor) and place.value.data_ptr() in memory:
                     continue
                 if name not in self.made_with:
-                    late |= {name: now} if root.is_strict else {}
-                elif name in self.moving or now != self.made_with[name] or is_shared(root, place):
+                    late |= {name: sign(place.value)} if root.is_shared else {}
+                elif name in self.moving or root.is_listed(place) or sign(place.value) != self.made_with[name]:
                     self.moving.add(name)
-                    tensors.append(loose_tensor(root, name, place))
+                    tensors.append(loose_tensor(name, place, root.placement_of(place)))
         self._refuse_late(late, updates)
         return tensors + extra_tensors(self.extra_state)
 
@@ -190,8 +194,8 @@ class Holdings:
         for root in self.roots[1:]:
             found = self.find(root)
             tensors += [*module_state(root, found), *speaker_state(root, found)]
-            places = ((path, place) for path, place in found.loose.items() if can_put(place))
-            tensors += [loose_tensor(root, loose_name(root, path), place) for path, place in places]
+            places = [(path, place) for path, place in found.loose.items() if can_put(place)]
+            tensors += [loose_tensor(loose_name(root, path), place, Placement.RANK) for path, place in places]
         return {tensor.name: value_of(tensor) for tensor in tensors}
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -208,23 +212,28 @@ class Holdings:
             load_tensors(held, arrays)
             taken |= {tensor.name for tensor in held}
             for path, speaker in found.speakers.items():
-                if tree := below(speaker_name(root, path), arrays, taken):
+                if tree := below(speaker_name(root, path, speaker), arrays, taken):
                     speaker.load_state_dict(tree_value(tree, type(speaker).__name__, device))
             for path, place in found.loose.items():
                 if (name := loose_name(root, path)) in arrays:
-                    put_back(place, arrays[name], f"{root.name}, {path}")
-                    self.moving.add(name)
+                    put_back(place, arrays[name])
                     taken.add(name)
         for name, module in self.extra_state:
             if tree := below(name, arrays, taken):
                 module.set_extra_state(tree_value(tree, type(module).__name__, device))
-        left = {name for name in arrays if name.startswith("held/")} - taken
+        left = {name for name in arrays if name.startswith(("held/", "rng/held/"))} - taken
         if left:
             fix = "load it into the task that it was saved from"
             raise UserError(f"{min(left)} was saved, and the task has no place for it", fix)
 
+    def reseed(self, seed: int) -> None:
+        """Begins other streams of the random generators that are held."""
+        speakers = [speaker for root in self.roots for speaker in self.find(root).speakers.values()]
+        for number, generator in enumerate(one for one in speakers if isinstance(one, Generator)):
+            generator.reseed(derive(seed, number))
+
     def _is_end(self, value: Any) -> bool:
-        return isinstance(value, (Tensor, np.ndarray)) or id(value) in self.modules or speaks(value)
+        return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or id(value) in self.modules or speaks(value)
 
     def _key_name(self, key: Any) -> str | None:
         """Parameters, and their ids, by their names; else strings and numbers."""
@@ -247,139 +256,22 @@ def speaker_state(root: Root, found: Found) -> list[StateTensor]:
         tensor
         for path, speaker in found.speakers.items()
         for tensor in tree_tensors(
-            speaker_name(root, path), speaker.state_dict(), root.placement, f"the state of {type(speaker).__name__}"
+            speaker_name(root, path, speaker),
+            speaker.state_dict(),
+            Placement.RANK if isinstance(speaker, Generator) else root.placement,
+            f"the state of {type(speaker).__name__}",
         )
     ]
 
 
-def speaker_name(root: Root, path: str) -> str:
+def speaker_name(root: Root, path: str, speaker: Any) -> str:
     """Names of what an object says begin so."""
-    return f"held/{root.name}/dict/{path or 'itself'}"
-
-
-def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:
-    """Modules within one that say themselves what else their state is, by the names of that. Raises UserError."""
-    found = [
-        (".".join(filter(None, (path, name))) or "itself", each)
-        for name, each in module.named_modules()
-        if type(each).get_extra_state is not Module.get_extra_state
-    ]
-    mute = [type(each).__name__ for _, each in found if type(each).set_extra_state is Module.set_extra_state]
-    if mute:
-        raise UserError(
-            f"{mute[0]} has get_extra_state and no set_extra_state, so that its state could not be put back",
-            "give it both",
-        )
-    return [(f"held/{root}/extra/{name}", each) for name, each in found]
-
-
-def extra_tensors(modules: Iterable[tuple[str, Module]]) -> list[StateTensor]:
-    """The extra state of modules."""
-    return [
-        tensor
-        for name, module in modules
-        for tensor in tree_tensors(
-            name, module.get_extra_state(), Placement.RANK, f"the extra state of {type(module).__name__}"
-        )
-    ]
-
-
-def tree_tensors(name: str, value: Any, placement: Placement, what: str) -> list[StateTensor]:
-    """A nested value as named tensors. Raises UserError where it holds what cannot be saved."""
-    tree = take_apart(value, leaf_kind, what)
-    tensors: list[StateTensor] = [
-        ArrayTensor(f"{name}/{key}", array, placement) for key, array in tree.arrays().items()
-    ]
-    for number, leaf in enumerate(tree.leaves):
-        own = f"{name}/{number}"
-        tensors.append(
-            TorchTensor(own, leaf, placement)
-            if isinstance(leaf, Tensor)
-            else ArrayTensor(own, np.array(leaf), placement)
-        )
-    return tensors
-
-
-def leaf_kind(value: Any) -> str | None:
-    """What a leaf was."""
-    if isinstance(value, Tensor):
-        return "host" if value.device.type == "cpu" else "device"
-    return "array" if isinstance(value, np.ndarray) else None
-
-
-def tree_value(arrays: Mapping[str, NDArray[Any]], what: str, device: torch.device) -> Any:
-    """What ``tree_tensors`` took apart."""
-
-    def leaf(name: str, kind: Any) -> Any:
-        if kind == "array":
-            return np.array(arrays[name])
-        return tensor_of(arrays[name]).to(device if kind == "device" else "cpu")
-
-    return put_together(arrays, leaf, f"the state of {what}")
-
-
-def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:
-    """Arrays whose names begin with a name, without it; notes them as taken."""
-    found = {full: array for full, array in arrays.items() if full.startswith(f"{name}/")}
-    taken.update(found)
-    return {full.removeprefix(f"{name}/"): array for full, array in found.items()}
-
-
-def is_loose(value: Any) -> bool:
-    """Whether a value in a plain attribute is one that may be state."""
-    if isinstance(value, Tensor):
-        return value.layout is torch.strided and value.device.type != "meta" and value.nbytes <= MOST_BYTES
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc" and value.nbytes <= MOST_BYTES
-    return isinstance(value, (bool, int, float))
+    return f"{'rng/' if isinstance(speaker, Generator) else ''}held/{root.name}/dict/{path or 'itself'}"
 
 
 def loose_name(root: Root, path: str) -> str:
     """Name of what is kept in a plain attribute."""
     return f"held/{root.name}/own/{path}"
-
-
-def loose_tensor(root: Root, name: str, place: Place) -> StateTensor:
-    """Raises UserError where it could not be put back."""
-    if not can_put(place):
-        raise UserError(
-            f"the task's {root.name} keeps {place.path}, which changes, where it cannot be put back",
-            "keep it in an attribute, a list or a dict rather than in a tuple",
-        )
-    placement = Placement.REPLICATED if is_shared(root, place) else Placement.RANK
-    if isinstance(place.value, Tensor):
-        return TorchTensor(name, place.value, placement)
-    return ArrayTensor(name, np.array(place.value), placement)
-
-
-def is_shared(root: Root, place: Place) -> bool:
-    """Whether a value in a plain attribute is split over the ranks that write; these must then all list it."""
-    return root.placement is Placement.REPLICATED and isinstance(place.value, (Tensor, np.ndarray))
-
-
-def can_put(place: Place) -> bool:
-    """Whether another value can take a value's place, or be copied into it."""
-    return place.put is not None or isinstance(place.value, Tensor)
-
-
-def sign(value: Any) -> str:
-    """Changes when a number, array or tensor does."""
-    if isinstance(value, Tensor):
-        return digest([value])
-    return hashlib.sha256(value.tobytes()).hexdigest() if isinstance(value, np.ndarray) else repr(value)
-
-
-def put_back(place: Place, saved: NDArray[Any], what: str) -> None:
-    """Puts a saved value where it was. Raises UserError where it does not fit."""
-    value = place.value
-    if isinstance(value, Tensor) and value.shape == saved.shape:
-        TorchTensor(what, value).assign(saved)
-    elif place.put is None or (saved.ndim and not isinstance(value, (Tensor, np.ndarray))):
-        raise UserError(f"what was saved of {what} does not fit", "load it into the task that it was saved from")
-    elif isinstance(value, Tensor):
-        place.put(tensor_of(saved).to(value.device))
-    else:
-        place.put(np.array(saved) if isinstance(value, np.ndarray) else type(value)(saved))
 
 
 def value_of(tensor: StateTensor) -> NDArray[Any]:

@@ -168,7 +168,7 @@ def refuse_strangers(optimizer: Optimizer) -> None:
     """Raises UserError where an optimizer keeps state that belongs to none of its parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for key, value in optimizer.state.items():
-        if value and id(key) not in own:
+        if id(key) not in own and not (isinstance(value, dict) and not value):
             raise UserError(
                 f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is none of its parameters",
                 "keep it in the parameters' state or groups, or give the optimizer a state_dict and load_state_dict",

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
 
 from hpctrain.reduce import shm_allreduce
+from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.layout import Layout, plan
 from hpctrain.reduce.compression import CODECS
 from hpctrain.comm.group import Group
 from hpctrain.reduce.mpi_allreduce import CompressedSum, FlatSum, HostSum, OverlappedSum
+from hpctrain.reduce.shm_pieces import open_node_pieces
 from hpctrain.reduce.shm_allreduce import open_node_sum
+from hpctrain.reduce.piece_allreduce import PieceSum, open_piece_sum
 from hpctrain.reduce.ring_allreduce import RingSum
+from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 
 EXTRA = 16
+PIECES: list[list[tuple[int, ...]]] = [[(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]
+"""Shapes: slices of ranks end within pieces, and some hold nothing but slots."""
+
+
+def laid_out(shapes: list[tuple[int, ...]]) -> Layout:
+    """One behind the other, then the slots."""
+    return plan([math.prod(shape) for shape in shapes], None, EXTRA)
 
 
 def terms(size: int, length: int, seed: int) -> list[np.ndarray]:
@@ -41,6 +54,25 @@ def check(world: World, reducer: HostSum, length: int, exact: bool = True) -> No
         same = world.data.allgather(reducer.buffer.tobytes().hex()[:4096], "compare the bits")
         assert len(set(same)) == 1
     reducer.close()
+
+
+def check_pieces(world: World, pieces: PieceSum, shapes: list[tuple[int, ...]]) -> None:
+    """The same for pieces, which stay as they are."""
+    for seed in range(40):
+        ranks = [terms(world.size, size, seed) for size in [*map(math.prod, shapes), EXTRA]]
+        mine = [each[world.rank].reshape(shape) for each, shape in zip(ranks, [*shapes, (EXTRA,)], strict=True)]
+        mine[-1][SQUARE] = 0
+        sums = pieces.sum(*mine)
+        for total, each, own in zip(sums[:-1], ranks[:-1], mine[:-1], strict=True):
+            wanted = np.sum(each, axis=0, dtype=np.float64).reshape(total.shape)
+            np.testing.assert_allclose(total, wanted, rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(own.reshape(-1), each[world.rank])
+        slots = np.sum(ranks[-1], axis=0, dtype=np.float64)
+        slots[SQUARE] = sum(float(np.sum(np.square(total, dtype=np.float64))) for total in sums[:-1])
+        np.testing.assert_allclose(sums[-1], slots, rtol=1e-5, atol=1e-5)
+        same = world.data.allgather([total.tobytes().hex()[:4096] for total in sums], "compare the bits")
+        assert all(each == same[0] for each in same)
+    pieces.close()
 
 
 def wire(mine: list[np.ndarray]) -> np.ndarray:
@@ -93,6 +125,11 @@ def across_nodes(world: World) -> None:
             assert shared.peers is not None
             assert len(shared.parts) == 2
             check(world, shared, length)
+    for shapes in PIECES:
+        for ring in (False, True):
+            pieces = open_node_pieces(group_of(2), laid_out(shapes), shapes, np.float32, ring)
+            assert pieces is not None and pieces.between is not None
+            check_pieces(world, pieces, shapes)
     assert open_node_sum(group_of(3), 100) is None
 
 
@@ -109,6 +146,13 @@ def main() -> None:
             shared = open_node_sum(world.data, length)
             assert shared is not None
             check(world, shared, length)
+        for shapes in PIECES:
+            for way in ("mpi-node", "mpi-flat"):
+                candidate, sums = open_piece_sum(
+                    Candidate.parse(way), world.data, laid_out(shapes), shapes, np.float32, CODECS
+                )
+                assert candidate.name == way
+                check_pieces(world, sums, shapes)
         if world.size == 4:
             across_nodes(world)
         assert not [name for name in os.listdir(shm_allreduce.FOLDER) if name.startswith("hpctrain-")]

@@ -4,57 +4,85 @@ from __future__ import annotations
 
 import json
 
+import keras
 import ml_dtypes
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from hpctrain.reduce.choice import EVERY_CANDIDATE, Candidate
-from hpctrain.reduce.tensorflow_flat import ROW
+from hpctrain.comm.group import Group
+from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import open_reducer
+from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT
 from hpctrain.comm.world import connect
 
-ROWS = 1001
+SHAPES = [(300, 301), (7,), (33, 3), (), (33, 3), (129, 128), (7,), (5, 2, 3), (33, 3)]
+"""Two large ones, small ones of equal shapes, and small ones alone."""
 WIRE = {"none": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
-def numbers(rank: int, step: int) -> np.ndarray:
-    """float32[rows, 16] of very different sizes; the last row has more digits than 16 bits hold."""
+def numbers(rank: int, step: int) -> list[NDArray[np.float32]]:
+    """Gradients of very different sizes; then two slots with more digits than 16 bits hold."""
     random = np.random.default_rng((rank, step))
-    values = random.normal(size=(ROWS, ROW)) * 10.0 ** random.integers(-4, 3, (ROWS, ROW))
-    return values.astype(np.float32)
+    shapes = [*SHAPES, (2,)]
+    values = [random.normal(size=shape) * 10.0 ** random.integers(-4, 3, shape) for shape in shapes]
+    return [np.asarray(value, np.float32) for value in values]
 
 
-def exact(candidate: Candidate, size: int, step: int) -> np.ndarray:
+def exact(candidate: Candidate, size: int, step: int, wide: bool) -> list[NDArray[np.floating]]:
     """What all ranks must hold: values as they travel, added up, rounded to what travels back."""
-    wire = WIRE[candidate.compression]
-    everything = [numbers(rank, step) for rank in range(size)]
-    adds_in = wire if candidate.kind == "horovod" else np.float32
-    total = np.zeros((ROWS, ROW), adds_in)
-    for values in everything:
-        total = (total + values.astype(wire).astype(adds_in)).astype(adds_in)
-    total = total.astype(wire).astype(np.float32)
-    total[-1] = np.sum([values[-1] for values in everything], axis=0, dtype=np.float32)
-    return total
+    wire = np.float64 if wide else WIRE[candidate.compression]
+    adds_in = wire if candidate.kind == "horovod" or wide else np.float32
+    found = []
+    for index in range(len(SHAPES) + 1):
+        terms = [numbers(rank, step)[index] for rank in range(size)]
+        if index == len(SHAPES):
+            found.append(np.sum(terms, axis=0, dtype=np.float64 if wide else np.float32))
+            continue
+        total = np.zeros(SHAPES[index], adds_in)
+        for values in terms:
+            total = (total + values.astype(wire).astype(adds_in)).astype(adds_in)
+        found.append(total.astype(wire).astype(np.float64 if wide else np.float32))
+    return found
+
+
+def compared(candidate: Candidate, group: Group, wide: bool) -> dict[str, object]:
+    """Three different sums, inside TensorFlow functions, and whether all ranks hold the same bits."""
+    pieces = Pieces([keras.Variable(np.zeros(shape), dtype="float64" if wide else "float32") for shape in SHAPES])
+    reducer = open_reducer(candidate, group, pieces)
+
+    @tf.function
+    def summed(gradients: list[tf.Tensor], slots: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        sums = reducer.sum(pieces.pack_with(gradients, {LOSS: slots[0], WEIGHT: slots[1]}))
+        return pieces.unpack(sums), sums[-1]
+
+    differences, same = [], True
+    for step in range(3):
+        *mine, two = numbers(group.rank, step)
+        gradients, slots = summed([tf.constant(value) for value in mine], tf.constant(two))
+        square = sum(float(tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64)))) for gradient in gradients)
+        assert abs(float(slots[SQUARE]) / square - 1) < 1e-5
+        found = [np.array(total) for total in (*gradients, tf.stack([slots[LOSS], slots[WEIGHT]]))]
+        for index, (total, wanted) in enumerate(zip(found, exact(candidate, group.size, step, wide), strict=True)):
+            size_of_terms = sum(np.abs(numbers(rank, step)[index]) for rank in range(group.size))
+            differences.append(float(np.max(np.abs(total - wanted) / size_of_terms)))
+        checksums = group.allgather([total.tobytes().hex() for total in found], "compare the sums")
+        same = same and all(checksum == checksums[0] for checksum in checksums)
+    reducer.close()
+    return {"difference": max(group.allgather(max(differences), "compare")), "same": same}
 
 
 def main() -> None:
-    """Three different sums by each candidate, and whether all ranks hold the same bits."""
+    """By each candidate, and once in double precision."""
     world = connect()
-    found = {}
-    for candidate in EVERY_CANDIDATE:
-        if candidate.way == "overlap" or candidate.kind == "none":
-            continue
-        reducer = open_reducer(candidate, world.data, ROWS * ROW)
-        differences, same = [], True
-        for step in range(3):
-            total = np.asarray(reducer.sum(tf.constant(numbers(world.rank, step))))
-            wanted = exact(candidate, world.size, step)
-            size_of_terms = sum(np.abs(numbers(rank, step)) for rank in range(world.size))
-            differences.append(float(np.max(np.abs(total - wanted) / size_of_terms)))
-            checksums = world.data.allgather(total.tobytes().hex(), "compare the sums")
-            same = same and len(set(checksums)) == 1
-        reducer.close()
-        found[candidate.name] = {"difference": max(world.data.allgather(max(differences), "compare")), "same": same}
+    found = {
+        candidate.name: compared(candidate, world.data, wide=False)
+        for candidate in EVERY_CANDIDATE
+        if candidate.way != "overlap" and candidate.kind != "none"
+    }
+    for name in ("mpi-node", "mpi-flat", "horovod-flat"):
+        found[f"{name} in float64"] = compared(Candidate.parse(name), world.data, wide=True)
     if world.rank == 0:
         print(json.dumps(found))
 

@@ -34,7 +34,7 @@ def task_of(problem: Problem) -> KerasTask:
 
 def weights(task: KerasTask) -> Weights:
     """All trained variables."""
-    return [np.array(tf.cast(variable.value, tf.float64)) for variable in task.model.trainable_variables]
+    return [variable.numpy().astype(np.float64) for variable in task.model.trainable_variables]
 
 
 def on_ranks(problem: Problem, world: World) -> tuple[Weights, Weights]:

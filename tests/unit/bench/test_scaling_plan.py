@@ -52,7 +52,7 @@ def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path: Path) -> No
     train = made[1].config.train
     assert (train.steps, train.epochs, train.global_batch, train.threads) == (60, None, 64, 1)
     assert not made[1].config.checkpoint.enabled
-    assert made[3].config.launch.command[2] == "hpctrain.bench.scaling.exchange"
+    assert made[3].config.launch.command[3] == "hpctrain.bench.scaling.exchange"
 
 
 def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_path: Path) -> None:

@@ -61,10 +61,16 @@ def resumed_step(store: CheckpointStore) -> int:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EMFILE])
 @pytest.mark.parametrize(("call", "where"), PLACES)
 def test_an_error_that_passes_costs_nothing(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str, where: str
+    store: CheckpointStore,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    call: str,
+    where: str,
 ) -> None:
     server = FileServer(code, f"{NEWEST}/{where}", call, times=2).install(monkeypatch)
     assert resumed_step(store) == 2 and server.failed == 2
+    assert capsys.readouterr().err.count("; trying again for up to ") == 1
     assert sorted(os.listdir(store.path)) == ["step-000000001", NEWEST]
 
 

@@ -362,12 +362,6 @@ def made_for_fp32() -> keras.Model:
     return plain_model()
 
 
-def made_in_float64() -> keras.Model:
-    """A model of double precision."""
-    keras.config.set_dtype_policy("float64")
-    return plain_model()
-
-
 def frozen_model() -> keras.Model:
     """Of which nothing is trained."""
     model = plain_model()
@@ -381,7 +375,6 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     assert "travel after the backward pass" in refusal(reduce={"overlap": "on"})
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)
-    assert "is float64" in refusal(model=made_in_float64)
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
 
 

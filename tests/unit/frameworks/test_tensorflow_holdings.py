@@ -135,6 +135,27 @@ def test_a_loss_with_state_resumes(name: str) -> None:
     assert len([each for each in names if each.startswith("held/loss/")]) == 6
 
 
+def noisy() -> Callable[..., Any]:
+    """Draws from generators of the task's own."""
+    ours, seeds = tf.random.Generator.from_seed(1), keras.random.SeedGenerator(2)
+
+    def loss(outputs: Any, batch: Batch) -> Any:
+        return mean_loss(outputs, batch) * (1 + ours.uniform(()) + keras.random.uniform((), seed=seeds))
+
+    return loss
+
+
+def test_generators_of_the_tasks_own_resume_and_begin_other_streams_at_another_number_of_ranks() -> None:
+    names = resumes(lambda: make_framework(alone(), loss=noisy()))
+    assert {"rng/held/loss/ours.state", "rng/held/loss/seeds.state"} < names
+    framework = make_framework(alone(), loss=noisy())
+    drawn = []
+    for step in (0, 5, 6):
+        framework.reseed(step)
+        drawn.append({name: each.tobytes() for name, each in saved(framework).items() if name.startswith("rng/held/")})
+    assert all(len({one[name] for one in drawn}) == 3 for name in drawn[0])
+
+
 def test_weights_of_layers_in_a_loss_are_shared_and_what_it_counts_is_not() -> None:
     placement = {tensor.name: tensor.placement for tensor in make_framework(alone(), loss=Annealed()).state()}
     assert placement["held/loss/norm.0.gamma"] is Placement.REPLICATED

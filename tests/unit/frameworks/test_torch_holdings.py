@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -328,6 +329,7 @@ class Annealed:
     def __init__(self) -> None:
         self.calls = 0
         self.total = np.zeros(2)
+        self.scalar = np.float32(0)
         self.mean = torch.zeros(())
         self.log: list[float] = []
         self.last: Tensor | None = None
@@ -337,10 +339,11 @@ class Annealed:
         if torch.is_grad_enabled():
             self.calls += 1
             self.total += [1, 0.5]
+            self.scalar = np.float32(self.scalar + 0.25)
             self.mean = 0.9 * self.mean + 0.1 * loss.detach()
             self.log.append(float(loss.detach()))
             self.last = outputs.detach()
-        return loss * (1 + 1 / (1 + self.calls) + self.total.sum() + self.mean)
+        return loss * (1 + 1 / (1 + self.calls) + self.total.sum() + self.mean + float(self.scalar))
 
     def method(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return self(outputs, batch)
@@ -386,6 +389,17 @@ class Extra(nn.Module):
         self.state = state
 
 
+def noisy() -> Callable[..., Tensor]:
+    """Draws from generators of the task's own."""
+    ours, numpy, python = torch.Generator().manual_seed(1), np.random.default_rng(2), random.Random(3)
+
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        noise = torch.rand((), generator=ours) + numpy.random() + python.gauss(0, 1)
+        return mean_loss(outputs, batch) * (1 + noise)
+
+    return loss
+
+
 def closure(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
     calls = 0
 
@@ -428,13 +442,25 @@ LOSSES: dict[str, Callable[[], Callable[..., Any]]] = {
     "closure over an object": lambda: closure(Annealed()),
     "speaking object": Spoken,
     "extra state": extra_loss,
+    "generators": noisy,
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_with_state_resumes(name: str) -> None:
     names = resumes(lambda: make_framework(alone(), loss=LOSSES[name]()))
-    assert any(one.startswith("held/loss/") for one in names)
+    assert any(one.startswith(("held/loss/", "rng/held/loss")) for one in names)
+
+
+def test_generators_of_the_tasks_own_begin_other_streams_at_another_number_of_ranks() -> None:
+    framework = make_framework(alone(), loss=noisy())
+    drawn = []
+    for step in (0, 5, 6):
+        framework.reseed(step)
+        held = {name: array.tobytes() for name, array in saved(framework).items() if name.startswith("rng/held/")}
+        drawn.append(held)
+    changed = {name.split("/")[4] for name in drawn[0] if len({one[name] for one in drawn}) == 3}
+    assert changed == {"numpy", "ours", "python"}
 
 
 def test_a_loss_in_a_global_of_a_function_that_it_calls_resumes() -> None:
@@ -461,7 +487,7 @@ def test_what_a_loss_writes_down_is_taken_for_a_log() -> None:
     for _ in range(3):
         train(framework, 1)
         held = {tensor.name for tensor in framework.state() if tensor.name.startswith("held/loss/")}
-    assert held == {f"held/loss/own/{name}" for name in ("calls", "total", "mean")}
+    assert held == {f"held/loss/own/{name}" for name in ("calls", "total", "scalar", "mean")}
 
 
 def test_a_state_that_has_no_place_any_more_is_told() -> None:
@@ -535,7 +561,7 @@ def test_state_that_cannot_be_saved_is_told_after_two_steps(tmp_path: Path) -> N
     identity = {"config": {}, "global_batch": 30, "data": ""}
     hook = CheckpointHook(CheckpointStore(tmp_path), policy_of(config), config, identity, lambda *event, **fields: None)
     state = TrainState()
-    trainer = Trainer(alone(), framework, data, None, lambda step: 1.0, Plan(1000, 6), IntervalClock(), [hook], state)
+    trainer = Trainer(alone(), framework, lambda step: 1.0, Plan(1000, 6), IntervalClock(), state, data, None, [hook])
     with closing(hook), closing(data), pytest.raises(UserError, match="Late keeps past"):
         trainer.fit()
     assert state.step == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from unicodedata import category
 
 import pytest
 from hypothesis import given

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
+import types
 from collections import deque
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hpctrain.train.reach import MOST_ITEMS, Place, Reach
 
@@ -60,6 +65,7 @@ def test_everything_that_is_held_is_found_by_its_path() -> None:
     assert paths(functools.partial(print, Wanted(), key=Wanted())) == {"0", "key"}
     assert paths(closing_over(Wanted())) == {"wanted", "helper.SEEN_BY_HELPER"}
     assert paths(Wanted()) == {""}
+    assert paths(types.SimpleNamespace(a=Wanted())) == {"a"}
 
 
 def test_each_object_comes_once_also_in_a_circle() -> None:
@@ -77,6 +83,18 @@ def test_libraries_and_data_are_left_alone() -> None:
     }
     assert paths([Wanted()] * (MOST_ITEMS + 1)) == set()
     assert paths({index: Wanted() for index in range(MOST_ITEMS + 1)}) == set()
+
+
+def test_an_installed_package_of_the_users_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "my_losses.py").write_text("class Loss:\n    pass\n\n\ndef around(held):\n    return lambda: held\n")
+    monkeypatch.syspath_prepend(folder)
+    my_losses = importlib.import_module("my_losses")
+    loss = my_losses.Loss()
+    loss.wanted = Wanted()
+    assert paths(loss) == {"wanted"} and paths(my_losses.around(loss)) == {"held.wanted"}
+    assert paths(Holder(library=loss)) == {"method.SEEN_BY_METHOD"}
 
 
 def test_numbers_can_be_replaced_where_they_are() -> None:

@@ -1,0 +1,84 @@
+"""Sums of several host arrays over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from hpctrain.comm.group import Group
+from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.compression import Codec
+from hpctrain.reduce.layout import Layout
+from hpctrain.reduce.mpi_allreduce import HostSum
+from hpctrain.reduce.open_mpi_sum import open_mpi_sum
+from hpctrain.reduce.shm_pieces import open_node_pieces, with_square
+
+
+class PieceSum(Protocol):
+    """Sums arrays over the ranks. Every rank makes the same calls in the same order."""
+
+    dtype: np.dtype[Any]
+    """Of the sums."""
+
+    def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
+        """The sums, of the same shapes; read-only, and valid until the next call.
+
+        The last piece holds the slots, SQUARE in its place among them.
+        """
+
+    def close(self) -> None:
+        """Releases communicators."""
+
+
+class BufferedPieces:
+    """Through the flat buffer of a host sum."""
+
+    def __init__(self, host: HostSum, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.host = host
+        self.dtype = host.buffer.dtype
+        self.views = [
+            host.buffer[begin : begin + size].reshape(shape)
+            for begin, size, shape in zip(layout.offsets, layout.sizes, shapes, strict=True)
+        ]
+        self.slots = host.buffer[layout.gradients :]
+        self.close = host.close
+
+    def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
+        """See PieceSum."""
+        for view, piece in zip([*self.views, self.slots], pieces, strict=True):
+            np.copyto(view, piece)
+        self.host.start(0, len(self.host.buffer))
+        self.host.finish()
+        flat = (view.reshape(-1) for view in self.views)
+        return [*self.views, with_square(self.slots, sum(float(np.dot(part, part)) for part in flat))]
+
+
+def open_piece_sum(
+    candidate: Candidate,
+    group: Group,
+    layout: Layout,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: DTypeLike,
+    codecs: Mapping[str, Codec],
+) -> tuple[Candidate, PieceSum]:
+    """The sum that a candidate of kind mpi names, and what it is: where ranks cannot share memory, one flat message.
+
+    Collective over the group.
+
+    Args:
+        candidate: what was chosen.
+        group: the ranks.
+        layout: of the pieces in a flat buffer; its extra slots are one more piece, the last.
+        shapes: of the other pieces.
+        dtype: of the pieces.
+        codecs: 16-bit forms by the name of a compression.
+    """
+    if candidate.way in ("node", "ring"):
+        shared = open_node_pieces(group, layout, shapes, dtype, ring=candidate.way == "ring")
+        if shared is not None:
+            return candidate, shared
+    candidate, host = open_mpi_sum(candidate, group, layout.length, dtype, codecs)
+    return candidate, BufferedPieces(host, layout, shapes)
