@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors, open_saver
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.policy import Retention
+from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.errors import Replaced, RunFailed, UserError
 
