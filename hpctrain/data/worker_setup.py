@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays
-from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.sources import CalledDataset, ConcatDataset, open_dataset
 from hpctrain.errors import UserError
 from hpctrain.system.anonymous_memory import AnonymousMemory
@@ -43,6 +42,8 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
             "outside": dataset.outside,
             "fingerprint": dataset.fingerprint(),
         }
+    from hpctrain.data.formats.hdf5 import Hdf5Dataset
+
     parts = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
     files = [part for part in parts if isinstance(part, Hdf5Dataset)]
     if len(files) < len(parts):

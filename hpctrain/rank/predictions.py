@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.group import Group
-from hpctrain.data import Field, RowWriter, Samples, ValidationData, create_row_file
+from hpctrain.data import Field, Samples, ValidationData
+from hpctrain.data.formats.row_file import RowWriter, create_row_file
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.train.framework import Framework
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_jobs_of_rendered_and_of_portable_scripts_are_cancelled(
 ) -> None:
     run = new_run(launch=SLEEPS)
     run.dir.create()
+    shutil.copy(run.file, run.dir.run_yaml)  # which the rendered script names
     for options in ([], ["--portable"]):
         script = tmp_path / f"script{len(options)}.sbatch"
         script.write_text(run.hpctrain("render", run.file, *options).stdout)

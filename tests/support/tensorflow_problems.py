@@ -191,12 +191,13 @@ class Remembering(keras.optimizers.SGD):
 
 
 def own_optimizers() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
-    """Every one of Keras that hpctrain takes, as it is by default."""
+    """Every one of Keras, as it is by default; not the base, nor those that are made of others."""
     classes = {name: cls for name, cls in vars(keras.optimizers).items() if isinstance(cls, type)}
     return {
         name: cls
         for name, cls in sorted(classes.items())
-        if issubclass(cls, keras.optimizers.Optimizer) and name not in ("Optimizer", "LossScaleOptimizer")
+        if issubclass(cls, keras.optimizers.Optimizer)
+        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
     }
 
 
@@ -234,6 +235,7 @@ PROBLEMS: dict[str, Problem] = {
     "weighted loss": Problem(
         lambda: sequential(layers.Dense(3)), {"x": numbers((4,)), "w": numbers(())}, loss=weighted
     ),
+    "compiled": Problem(regularized, ROW, train={"compile": True}),
     "accumulation": Problem(regularized, ROW, train={"accumulate": 2}),
     **{f"optimizer, {name}": Problem(regularized, ROW, optimizer=make) for name, make in OPTIMIZERS.items()},
     "synchronized statistics": Problem(

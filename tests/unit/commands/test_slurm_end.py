@@ -153,8 +153,8 @@ def test_how_slurm_tells_whose_a_job_is(tmp_path: Path) -> None:
     (tmp_path / "a b.yaml").write_text("name: wave\nlaunch: {command: [sh]}\n")
     (run.path / "more").symlink_to(tmp_path)
 
-    def is_of(run: RunDir, command: object = "", log: object = "", cwd: object = "/work") -> bool:
-        return submission.is_of(run, client.Origin("r", str(command), str(cwd), str(log)))
+    def is_of(run: RunDir, command: object = "", log: object = "", cwd: object = "/work", job: str = "7") -> bool:
+        return submission.is_of(run, job, client.Origin("r", str(command), str(cwd), str(log)))
 
     assert is_of(run, command=run.path / "job.sbatch"), "hpctrain submit"
     assert is_of(run, command="/any/script", log=run.path / "logs" / "slurm-7.out"), "hpctrain render, then sbatch"
@@ -163,8 +163,11 @@ def test_how_slurm_tells_whose_a_job_is(tmp_path: Path) -> None:
     wave = RunDir(tmp_path / "runs" / "wave")
     wave.create()
     assert is_of(wave, command="/any dir/portable.sbatch a b.yaml", cwd=tmp_path)
-    assert is_of(array, command=array.path.parent / "job.sbatch"), "an element of an array"
-    assert is_of(array, log=array.path.parent / "logs" / "slurm-7_3.out")
+    assert is_of(array, command=array.path.parent / "job.sbatch", job="7_3"), "an element of an array"
+    assert is_of(array, log=array.path.parent / "logs" / "slurm-7_3.out", job="7_3")
+    assert is_of(array, command=array.path / "job.sbatch"), "one that was resumed by itself"
+    for job in ("7_2", "7"):
+        assert not is_of(array, command=array.path.parent / "job.sbatch", job=job), "another element, or all of them"
 
     (tmp_path / "link").symlink_to(run.path)
     assert is_of(RunDir(tmp_path / "link"), command=run.path / "job.sbatch"), "another way to the same folder"

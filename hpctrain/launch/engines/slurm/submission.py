@@ -241,7 +241,7 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     own, others = [], []
     for job in ids:
         origin = client.origin(job.partition("_")[0])
-        if origin is not None and is_of(run, origin):
+        if origin is not None and is_of(run, job, origin):
             own.append(job)
         elif origin is not None:
             whose = f"{origin.name!r} of {origin.folder}, and not known to be of {run.path}"
@@ -249,9 +249,11 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, others
 
 
-def is_of(run: RunDir, origin: client.Origin) -> bool:
+def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     """Whether a job was submitted for a run folder. Follows no link that lies in the folder."""
-    folders = [run.path, *([run.path.parent] if run.path.name.isdigit() else [])]  # of an array's element, the array's
+    folders = [run.path]
+    if run.path.name.isdigit() and job.endswith(f"_{run.path.name}"):  # the script of an array lies above its elements
+        folders.append(run.path.parent)
     script, log = Path(origin.command), Path(origin.output)
     if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
         return True
