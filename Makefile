@@ -4,7 +4,7 @@
 # make torture  kill ranks 200 times at random moments, and resume; train every layer on 4 ranks; half an hour
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
-# make bench  measure on this machine what the documentation states
+# make bench  measure on this machine what the documentation states; nothing else should run on it
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
 VENV ?= .venv
@@ -19,7 +19,7 @@ demo: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest --ignore tests/unit
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/bench
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
@@ -42,6 +42,7 @@ torture: setup-dev
 	HPCTRAIN_SWEEP_RANKS=4 $(BIN)/python -m pytest -q tests/dist/test_sweep.py
 
 bench: setup-dev
+	$(BIN)/python -m pytest -q tests/bench
 	for name in step reduce data checkpoint straggler; do $(BIN)/hpctrain bench $$name || exit; done
 	$(BIN)/hpctrain bench scaling examples/chartext.yaml --ranks 1,2 --output "$$(mktemp -d)"
 
