@@ -46,8 +46,8 @@ class SharedArrays:
     """This rank's place on the node."""
 
 
-class NodeSum:
-    """Sums a flat buffer over the ranks of a group; see ``open_node_sum``."""
+class ShmAllreduce:
+    """Sums a flat buffer over the ranks of a group; see ``open_shm_allreduce``."""
 
     def __init__(self, shared: SharedArrays, ring: bool = False) -> None:
         self.node = shared.node
@@ -132,10 +132,10 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
         stride *= 2
 
 
-def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False) -> NodeSum | None:
+def open_shm_allreduce(group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False) -> ShmAllreduce | None:
     """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be."""
     shared = share_arrays(group, length, dtype)
-    return NodeSum(shared, ring) if shared else None
+    return ShmAllreduce(shared, ring) if shared else None
 
 
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:

@@ -1,6 +1,6 @@
 """Sums of several arrays over ranks through the memory they share, from where the arrays lie.
 
-As in node_sum.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the others
+As in shm_allreduce.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the others
 need of its arrays, reads its own slice where it lies, and writes each sum once, to one place where all ranks read it.
 """
 
@@ -43,8 +43,8 @@ class Sum:
     """Where all ranks of the node read the sum."""
 
 
-class NodePieces:
-    """Sums pieces over the ranks of a group; see PieceSum and ``open_node_pieces``."""
+class ShmPieces:
+    """Sums pieces over the ranks of a group; see PieceAllreduce and ``open_shm_pieces``."""
 
     def __init__(
         self, shared: SharedArrays, layout: Layout, shapes: Sequence[tuple[int, ...]], ring: bool = False
@@ -79,7 +79,7 @@ class NodePieces:
         self.slots = total[spans[-1]]
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceSum."""
+        """See PieceAllreduce."""
         flat = [piece.reshape(-1) for piece in pieces]
         for copy in self.copies:
             np.copyto(copy.to, flat[copy.piece][copy.part])
@@ -107,12 +107,12 @@ class NodePieces:
             self.peers.Free()
 
 
-def open_node_pieces(
+def open_shm_pieces(
     group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, ring: bool
-) -> NodePieces | None:
+) -> ShmPieces | None:
     """Shared memory for pieces; None, on all ranks alike, where that cannot be (see ``share_arrays``). Collective."""
     shared = share_arrays(group, layout.length + 1, dtype, common=1)
-    return NodePieces(shared, layout, shapes, ring) if shared else None
+    return ShmPieces(shared, layout, shapes, ring) if shared else None
 
 
 def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_a
 from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
 from hpctrain.reduce.layout import plan
-from hpctrain.reduce.piece_allreduce import PieceSum, open_piece_sum
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_host_allreduce
 from hpctrain.reduce.tensorflow_pieces import Pieces, join, split
 
 
@@ -69,7 +69,7 @@ class NoReducer:
 class HostReducer:
     """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
 
-    def __init__(self, name: str, host: PieceSum, joined: bool) -> None:
+    def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
         """``joined``: all gradients are one piece for ``host``, as is best where they have to be copied from a GPU."""
         self.name = name
         self.host = host
@@ -160,7 +160,7 @@ def open_reducer(candidate: Candidate, group: Group, pieces: Pieces) -> Reducer:
         length = sum(layout.sizes)
         layout, shapes = plan([length], None, SLOTS), [(length,)]
     codecs = {**CODECS, "fp16": FastFloat16()}
-    candidate, host = open_piece_sum(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
+    candidate, host = open_host_allreduce(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
     return HostReducer(candidate.name, host, joined=on_gpu)
 
 

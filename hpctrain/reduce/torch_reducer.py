@@ -16,11 +16,11 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
-from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, Totals, totals
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.layout import plan
 from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
-from hpctrain.reduce.torch_horovod import horovod_sum, unfit
-from hpctrain.reduce.torch_sums import TensorSum, mpi_sum
+from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
+from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allreduce
 
 Number: TypeAlias = Any
 """A float, or a scalar tensor on any device."""
@@ -30,7 +30,7 @@ class Reducer(Protocol):
     """Turns the gradients of this rank into those of the global batch.
 
     Each update: ``begin``, backward (several times, if need be, with ``last_backward`` False before all but the last),
-    ``exchange``. Losses must be scaled before backward as Totals describes; then ``grad`` of each parameter is the sum.
+    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; then ``grad`` of each parameter is the sum.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Forgets all gradients."""
 
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """Returns when all gradients are sums over the ranks, with what travelled along.
 
         Args:
@@ -72,7 +72,7 @@ class NoReducer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """See Reducer."""
         for name, parameter in self.named:
             if parameter.grad is None:  # several ranks could not know that it had no part on any of them
@@ -83,7 +83,7 @@ class NoReducer:
         slots[LOSS] = float(loss)
         if weight is not None:
             slots[WEIGHT], slots[WEIGHTED] = float(weight), 1.0
-        return totals(slots)
+        return read_slots(slots)
 
     def gradients(self) -> list[Tensor]:
         """See Reducer."""
@@ -96,7 +96,7 @@ class NoReducer:
 class FlatReducer:
     """Gradients in one flat buffer that is summed over the ranks."""
 
-    def __init__(self, name: str, flat_gradients: FlatGradients, sum_: TensorSum) -> None:
+    def __init__(self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce) -> None:
         self.name = name
         self.flat_gradients = flat_gradients
         self.sum = sum_
@@ -116,7 +116,7 @@ class FlatReducer:
     def last_backward(self, value: bool) -> None:
         self.flat_gradients.last_backward = value
 
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """See Reducer."""
         self.slots.zero_()
         self.slots[LOSS] = loss
@@ -126,7 +126,7 @@ class FlatReducer:
         self.flat_gradients.complete()
         self.sum.finish()
         self.flat_gradients.publish()
-        return totals(self.slots.tolist())
+        return read_slots(self.slots.tolist())
 
     def gradients(self) -> list[Tensor]:
         """See Reducer."""
@@ -158,9 +158,9 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
         SLOTS,
     )
     if candidate.kind == "horovod":
-        sum_: TensorSum = horovod_sum(group, layout, dtype, device, candidate.compression == "fp16")
+        sum_: TensorAllreduce = open_horovod_allreduce(group, layout, dtype, device, candidate.compression == "fp16")
     else:
-        candidate, sum_ = mpi_sum(candidate, group, layout, dtype, device)
+        candidate, sum_ = open_tensor_allreduce(candidate, group, layout, dtype, device)
 
     def ready(number: int) -> None:
         sum_.start(layout.buckets[number].begin, layout.buckets[number].end)
