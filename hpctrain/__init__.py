@@ -24,10 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from hpctrain.checkpoint.reading import Loaded
-    from hpctrain.checkpoint.retention import Retention
-    from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
-    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.checkpoint import CheckpointStore, Loaded, Retention, Saver, array_tensors, open_saver
     from hpctrain.comm.group import Group
     from hpctrain.comm.world import World, connect
     from hpctrain.config.loading import load as load_config
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BaseHook": "hpctrain.train.hooks:BaseHook",
-    "CheckpointStore": "hpctrain.checkpoint.store:CheckpointStore",
+    "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
     "Dataset": "hpctrain.data.dataset:Dataset",
     "ExitCode": "hpctrain.errors:ExitCode",
@@ -69,16 +66,16 @@ _HOMES = {
     "KerasGradients": "hpctrain.reduce.tensorflow_pieces:Pieces",
     "KerasReducer": "hpctrain.reduce.tensorflow_reducer:Reducer",
     "KerasTask": "hpctrain.tasks.definition:KerasTask",
-    "Loaded": "hpctrain.checkpoint.reading:Loaded",
+    "Loaded": "hpctrain.checkpoint:Loaded",
     "MonitorClock": "hpctrain.monitor.rank.clock:RingClock",
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
     "MonitorSession": "hpctrain.monitor.rank.session:Session",
     "NoRequeue": "hpctrain.errors:NoRequeue",
     "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
-    "Retention": "hpctrain.checkpoint.retention:Retention",
+    "Retention": "hpctrain.checkpoint:Retention",
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
-    "Saver": "hpctrain.checkpoint.saver:Saver",
+    "Saver": "hpctrain.checkpoint:Saver",
     "Sink": "hpctrain.track.sink:Sink",
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
@@ -89,7 +86,7 @@ _HOMES = {
     "Training": "hpctrain.train.training:Training",
     "UserError": "hpctrain.errors:UserError",
     "World": "hpctrain.comm.world:World",
-    "array_tensors": "hpctrain.checkpoint.saver:array_tensors",
+    "array_tensors": "hpctrain.checkpoint:array_tensors",
     "connect": "hpctrain.comm.world:connect",
     "fit": "hpctrain.rank.fit:fit",
     "from_dataset": "hpctrain.data.packing.source:from_dataset",
@@ -97,7 +94,7 @@ _HOMES = {
     "keras_reducer": "hpctrain.reduce.tensorflow_reducer:measured_reducer",
     "load_config": "hpctrain.config.loading:load",
     "open_dataset": "hpctrain.data.formats.sources:open_dataset",
-    "open_saver": "hpctrain.checkpoint.saver:open_saver",
+    "open_saver": "hpctrain.checkpoint:open_saver",
     "start_monitor": "hpctrain.monitor.rank.session:start",
     "torch_broadcast": "hpctrain.reduce.torch_reducer:broadcast",
     "torch_reducer": "hpctrain.reduce.torch_reducer:measured_reducer",

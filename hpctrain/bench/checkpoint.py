@@ -23,10 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.bench.options import existing_folder
-from hpctrain.checkpoint.files import BLOCK_BYTES, write_durably
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint import CheckpointStore, Retention, Saver, array_tensors, open_saver
+from hpctrain.checkpoint.format import BLOCK_BYTES, write_durably
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
 

@@ -7,32 +7,29 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.hook_state import restore, state_of
-from hpctrain.checkpoint.identity import identity_of, versions
-from hpctrain.checkpoint.policy import Cost, Policy, policy_of
+from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
-from hpctrain.checkpoint.resume_compat import config_hash
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saver import Outcome, Saver, open_saver
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.resume_compat import config_hash, identity_of
+from hpctrain.checkpoint.saver import Outcome, Saver
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.comm.world import World
+from hpctrain.config.sections import CheckpointConfig, Config
 from hpctrain.errors import UserError
 from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.provenance import versions
 from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
-from hpctrain.train.hooks import BaseHook, StopReason
-
-if TYPE_CHECKING:
-    from hpctrain.comm.world import World
-    from hpctrain.config.sections import CheckpointConfig, Config
-    from hpctrain.train.hooks import Hook
-    from hpctrain.train.training import Training
+from hpctrain.train.hooks import BaseHook, Hook, StopReason
+from hpctrain.train.training import Training
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
 """What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
@@ -66,7 +63,7 @@ class CheckpointHook(BaseHook):
             store: over all ranks of the run.
             policy: when to save.
             config: how to save.
-            identity: what a resumed run must share; see ``changes``.
+            identity: what a resumed run must share; see ``resume_compat``.
             report: called on rank 0 as report(event, step, **fields); does not raise.
             hooks: whose state is saved and restored with the run's; they stand behind this one.
             fresh: do not resume.
@@ -111,8 +108,6 @@ class CheckpointHook(BaseHook):
             self._report("resumed", loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected)
             self._say(f"state of hook {name} is left out: this run has none" for name in restore(self.hooks, loaded))
         elif self.config.init_from:
-            from hpctrain.checkpoint.initial import load_initial
-
             match = load_initial(self.config.init_from, training.framework)
             self._report("initial_weights", 0, path=self.config.init_from, **match.to_json())
         self.last_s = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,8 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import flat
 from hpctrain.checkpoint.saver import host_array
 from hpctrain.errors import UserError
+from hpctrain.train.hooks import Hook
 from hpctrain.train.state import ArrayTensor
-
-if TYPE_CHECKING:
-    from hpctrain.train.hooks import Hook
 
 PREFIX = "hooks/"
 

@@ -6,24 +6,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.files import is_absent
+from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
+from hpctrain.checkpoint.format.files import is_absent
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
-from hpctrain.checkpoint.locate import locate
 from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.store import locate
 from hpctrain.errors import UserError
-
-if TYPE_CHECKING:
-    from hpctrain.train.framework import Framework
-    from hpctrain.train.state import StateTensor
-
-MODEL = "model/"
-AVERAGE = "ema/"
+from hpctrain.train.framework import Framework
+from hpctrain.train.state import StateTensor
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
     return Summary(name, array.shape, dtype, least, min(max(mean, least), most), most, nans, infinities)
 
 
-def summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
+def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
     """Of all tensors below a prefix, by name: below model/dense1 are model/dense1/kernel and model/dense1.weight."""
     prefix = prefix.rstrip("/")
     below = (f"{prefix}/", f"{prefix}.")
@@ -70,7 +70,7 @@ def summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
     return [summarize(name, loaded.arrays[name], loaded.dtypes[name]) for name in names]
 
 
-def differences(first: Loaded, second: Loaded) -> list[Difference]:
+def tensor_differences(first: Loaded, second: Loaded) -> list[Difference]:
     """Tensors that are not the same bits in both, by name."""
     found = [compare(name, first, second) for name in sorted(first.arrays.keys() | second.arrays.keys())]
     return [difference for difference in found if difference]
@@ -101,7 +101,7 @@ def bits(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
 
 
-def tree(found: Sequence[Summary]) -> Iterator[str]:
+def summary_tree(found: Sequence[Summary]) -> Iterator[str]:
     """Lines that show names as a tree, groups before their tensors, with the numbers in columns."""
     width = max([2 * one.name.count("/") + len(one.name.rpartition("/")[2]) for one in found], default=0)
     shown: tuple[str, ...] = ()

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, MANIFEST_FILE, DamagedCheckpoint, Manifest, Shard, step_folder
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, MANIFEST_FILE, DamagedCheckpoint, Manifest, Shard
 from hpctrain.checkpoint.format.shard import read_shard, view_of
 from hpctrain.checkpoint.patience import read_among
 from hpctrain.comm.group import Group
+from hpctrain.run import step_folder
 
 RANDOM = "rng/"
 """Prefix of random states, which mean nothing to another number of ranks."""
@@ -60,7 +61,7 @@ def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
     """
     rejected: list[Rejected] = []
     for step in steps:
-        folder = path / step_folder(step)
+        folder = path / step_folder.name_of(step)
         try:
             manifest = read_manifest(folder, step, group)
             images, holders = read_shards(folder, manifest.shards, group)

@@ -1,21 +1,19 @@
-"""Going on from the newest sound checkpoint."""
+"""Resuming from the newest sound checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpctrain.checkpoint.files import REFUSED, judged
+from hpctrain.checkpoint.format.files import REFUSED, judged
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
-
-if TYPE_CHECKING:
-    from hpctrain.train.framework import Framework
-    from hpctrain.train.state import TrainState
+from hpctrain.train.framework import Framework
+from hpctrain.train.state import TrainState
 
 
 def resume(
@@ -29,8 +27,8 @@ def resume(
         store: the run's checkpoints.
         framework: takes over the arrays.
         state: takes over the position.
-        identity: what must not have changed; see ``changes``.
-        fresh: begin anew: existing checkpoints are put aside, not used.
+        identity: what must not have changed; see ``resume_compat``.
+        fresh: begin again: existing checkpoints are put aside, not used.
 
     Raises:
         UserError: the run file asks for another run than the checkpoint's.

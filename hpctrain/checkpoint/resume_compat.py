@@ -1,13 +1,16 @@
-"""What a run file may change between attempts, and what would make the resumed run another run."""
+"""What a checkpoint says of the run that saved it: what a run file may change, and what would make it another run."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.config.sections import Config
 from hpctrain.errors import UserError
 
 DECISIVE = (
@@ -29,6 +32,22 @@ LENGTH = ("train.epochs", "train.steps")
 """Keys that a longer run changes; decisive only where the learning rate depends on the run's end."""
 ENDLESS = ("constant", "step")
 """Schedules that do not depend on the run's end."""
+
+
+def identity_of(config: Config, global_batch: int, fingerprint: str) -> dict[str, Any]:
+    """What ``differences`` compares: run file, samples of one update, and training data, as JSON gives them back."""
+    identity = {"config": dataclasses.asdict(config), "global_batch": global_batch, "data": fingerprint}
+    plain: dict[str, Any] = json.loads(json.dumps(finite(identity, "not finite")))
+    return plain
+
+
+def finite(value: Any, instead: Any) -> Any:
+    """A value without the numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: finite(item, instead) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item, instead) for item in value]
+    return instead if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,10 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.checkpoint.folder import CheckpointFolder, leave_record
 from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, shard_file
 from hpctrain.checkpoint.format.partition import partition
 from hpctrain.checkpoint.format.shard import ShardImage, host_buffer, skeleton
-from hpctrain.checkpoint.store import CheckpointStore, leave_record
+from hpctrain.checkpoint.policy import Retention
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, NoRequeue, Replaced, RunFailed
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
@@ -110,7 +110,8 @@ class Saver:
     """Saves one run's checkpoints, one in flight at a time. Use ``open_saver``.
 
     Args:
-        store: where to.
+        folder: where to.
+        keep: what to remove after a save.
         group: the ranks; all call every method in the same order.
         writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
         token: tells this saver's folders from those of others; equal on all ranks.
@@ -119,13 +120,15 @@ class Saver:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        folder: CheckpointFolder,
+        keep: Retention,
         group: Group,
         writers: Sequence[int],
         token: str,
         allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
     ) -> None:
-        self.store = store
+        self.folder = folder
+        self.keep = keep
         self.group = group
         self.writers = tuple(writers)
         self.token = token
@@ -193,7 +196,7 @@ class Saver:
         assert self.job is None, "one checkpoint in flight; finish() the last one first"
         begin = time.monotonic()
         self.count += 1
-        partial = self.store.partial(step, f"{self.token}-{self.count}")
+        partial = self.folder.partial(step, f"{self.token}-{self.count}")
         future: Future[Any] = Future()
         try:
             image = self.prepare(tensors)
@@ -225,7 +228,7 @@ class Saver:
             return None
         if not least[1] and job.stage is not Stage.ABANDONING:
             job.error, job.is_hopeless, job.is_replaced = self._reasons(job)
-            self._enter(job, Stage.ABANDONING, self.store.discard, job.partial)
+            self._enter(job, Stage.ABANDONING, self.folder.discard, job.partial)
             return None
         if job.stage is Stage.WRITING:
             self._enter(job, Stage.COMMITTING, self._commit, job.step, job.partial, job.meta)
@@ -253,7 +256,7 @@ class Saver:
         """On every rank, in the background."""
         if spoiled := image.first_not_finite(self.trained):
             raise NoRequeue(f"{spoiled} is not finite", "no checkpoint is made of weights that nobody could go on with")
-        self.store.prepare_folder(partial)
+        self.folder.prepare_folder(partial)
         self._require_space(partial, image.buffer.size)
         file = shard_file(self.group.rank, self.group.size)
         leave_record(partial, file, image.write(partial / file))
@@ -266,21 +269,21 @@ class Saver:
         free = os.statvfs(partial)
         available, needed = free.f_bavail * free.f_frsize, missing + SPARE_BYTES
         if available < needed:
-            lack = f"{self.store.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed"
+            lack = f"{self.folder.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed"
             raise OSError(f"{os.strerror(errno.ENOSPC)}: {lack}")
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
-        num_bytes = self.store.commit(partial, step, self.group.size, meta)
+        num_bytes = self.folder.commit(partial, step, self.group.size, meta)
         self.sound.add(step)
         return num_bytes
 
     def _clear(self) -> None:
         """On rank 0, in the background: removes what is no longer kept, which takes longer than a commit."""
-        keep = self.protected | {max(self.sound)}
+        protected = self.protected | {max(self.sound)}
         with suppress(OSError, HpctrainError):  # the next one tries again
-            for old in self.store.keep.removable(self.store.steps(), keep):
-                self.store.remove(old)
+            for old in self.keep.removable(self.folder.steps(), protected):
+                self.folder.remove(old)
 
     def _enter(self, job: Job, stage: Stage, work: Callable[..., Any], *arguments: Any) -> None:
         """Starts the next stage's work on rank 0; the others have none."""
@@ -294,7 +297,7 @@ class Saver:
         if self.group.rank == 0 and not job.error:
             self.thread.submit(self._clear)
         seconds = time.monotonic() - job.begin
-        path, why = self.store.folder(job.step), (job.error, job.is_hopeless, job.is_replaced)
+        path, why = self.folder.folder(job.step), (job.error, job.is_hopeless, job.is_replaced)
         return Outcome(job.step, path, num_bytes, job.stall_s, seconds, *why)
 
     def _reasons(self, job: Job) -> tuple[str, bool, bool]:
@@ -311,28 +314,12 @@ class Saver:
         """On rank 0, the newer attempt that has begun, if any: it may have swept what was being written."""
         try:
             if self.group.rank == 0:
-                self.store.fence()
+                self.folder.fence()
         except Replaced as replaced:
             return replaced
         except OSError:  # that cannot be seen now
             pass
         return None
-
-
-def open_saver(
-    store: CheckpointStore,
-    writers: Sequence[int] | None = None,
-    allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
-) -> Saver:
-    """A saver for the ranks of a store's group. Collective.
-
-    Args:
-        store: where to.
-        writers: ranks that share the writing of replicated state; by default all.
-        allocate: gives staging memory of a number of bytes, uint8, contiguous.
-    """
-    token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
-    return Saver(store, store.group, writers if writers is not None else range(store.group.size), token, allocate)
 
 
 def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:

@@ -1,48 +1,27 @@
-"""Checkpoints in a folder: a new one appears whole and durable, or not at all."""
+"""Checkpoints of one process or of the ranks of a group: saved and loaded."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.checkpoint.files import listed, make_durable_folder, sync_folder, write_durably
-from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import (
-    MANIFEST_FILE,
-    STEP_FOLDER,
-    DamagedCheckpoint,
-    Manifest,
-    shard_file,
-    step_folder,
-)
-from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.folder import CheckpointFolder, no_fence
+from hpctrain.checkpoint.format.shard import host_buffer
+from hpctrain.checkpoint.policy import KEEP_ALL, Retention
 from hpctrain.checkpoint.reading import Loaded, load_newest
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-
-PARTIAL = ".partial-"
-"""Prefix of a folder that is being written."""
-TRASH = ".trash-"
-"""Prefix of a folder that is being deleted."""
-REPLACED = ".replaced-"
-"""Prefix of a checkpoint that gives way to another of the same step."""
-
-KEEP_ALL = Retention()
+from hpctrain.run import step_folder
 
 
-def no_fence() -> None:
-    """Nobody else writes to the folder."""
-
-
-class CheckpointStore:
+class CheckpointStore(CheckpointFolder):
     """A folder of checkpoints, ``step-<number>/`` each, for one process or for the ranks of a group.
 
     Example:
@@ -65,29 +44,10 @@ class CheckpointStore:
         group: Group | None = None,
         fence: Callable[[], None] = no_fence,
     ) -> None:
-        self.path = Path(path)
+        super().__init__(path, fence)
         self.keep = keep
         self.group = group or Group("alone")
-        self.fence = fence
-        self.saver: Any = None
-
-    def steps(self) -> list[int]:
-        """Steps of all checkpoints, ascending. Whether they are sound is known after ``load`` or ``verify``.
-
-        Raises:
-            UnreadableCheckpoint, UserError: the folder cannot be listed.
-        """
-        names = set(patiently(lambda: listed(self.path)))
-        found = {int(match[1]) for match in map(STEP_FOLDER.fullmatch, names) if match}
-        return sorted(step for step in found if step_folder(step) in names)
-
-    def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is or will be."""
-        return self.path / step_folder(step)
-
-    def manifest(self, step: int) -> Manifest:
-        """What a checkpoint consists of. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
-        return manifest_file.read(self.folder(step), step)
+        self.saver: Saver | None = None
 
     def save(
         self,
@@ -109,8 +69,6 @@ class CheckpointStore:
             RunFailed: it could not be written (disk full, I/O error); older checkpoints are untouched.
             Replaced: a newer attempt has begun.
         """
-        from hpctrain.checkpoint.saver import array_tensors, open_saver
-
         if self.saver is None:
             self.saver = open_saver(self)
         if step is None:
@@ -144,103 +102,39 @@ class CheckpointStore:
             self.saver.close()
         self.saver = None
 
-    def partial(self, step: int, token: str) -> Path:
-        """Folder in which a checkpoint is written before it is committed."""
-        return self.path / f"{PARTIAL}{step_folder(step)}-{token}"
 
-    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any]) -> int:
-        """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
+def open_saver(
+    store: CheckpointStore,
+    writers: Sequence[int] | None = None,
+    allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
+) -> Saver:
+    """A saver for the ranks of a store's group. Collective.
 
-        Order: manifest, names in the folder, fence, rename, name of the folder; each durable before the next.
-        """
-        texts, total = [], 0
-        for rank in range(ranks):
-            text, num_bytes = take_record(partial, shard_file(rank, ranks))
-            texts.append(text)
-            total += num_bytes
-        write_durably(partial / MANIFEST_FILE, manifest_file.encode(step, ranks, meta, texts))
-        sync_folder(partial)
-        self.fence()
-        target = self.folder(step)
-        replaced = self.path / f"{REPLACED}{target.name}-{secrets.token_hex(4)}"
-        if target.exists():
-            os.rename(target, replaced)
-            sync_folder(self.path)
-        try:
-            os.rename(partial, target)
-        except OSError:  # a newer attempt has swept the partial checkpoint, and the one that is there is its own
-            if replaced.exists() and not target.exists():
-                os.rename(replaced, target)
-            raise
-        sync_folder(self.path)
-        if replaced.exists():
-            self._delete(replaced)
-        return total
-
-    def remove(self, step: int) -> None:
-        """Deletes a checkpoint, after the fence."""
-        self.fence()
-        self._delete(self.folder(step))
-
-    def discard(self, partial: Path) -> None:
-        """Deletes what is left of a checkpoint that was not committed."""
-        if partial.is_dir():
-            self._delete(partial)
-
-    def put_aside(self, step: int, why: str) -> Path:
-        """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; nothing of it is deleted."""
-        self.fence()
-        aside = self.path / f"{why}-{step_folder(step)}-{secrets.token_hex(4)}"
-        os.rename(self.folder(step), aside)
-        sync_folder(self.path)
-        return aside
-
-    def sweep(self) -> list[str]:
-        """Clears what killed processes left; returns the names. One process calls it, before it lists checkpoints.
-
-        A process of an older attempt that still writes finds its folder gone and cannot commit. One that is to sweep
-        itself must not: the fence is asked before each removal.
-        """
-        if not self.path.is_dir():
-            return []
-        leftovers = sorted(entry for entry in self.path.iterdir() if entry.name.startswith((PARTIAL, TRASH, REPLACED)))
-        leftovers = [entry for entry in leftovers if entry.is_dir() and not entry.is_symlink()]
-        for entry in leftovers:
-            self.fence()
-            target = self.path / entry.name.removeprefix(REPLACED).rpartition("-")[0]
-            if entry.name.startswith(REPLACED) and not target.exists():
-                os.rename(entry, target)
-                sync_folder(self.path)
-            else:
-                self._delete(entry)
-        return [entry.name for entry in leftovers]
-
-    def _delete(self, folder: Path) -> None:
-        """Renames first, so that no half-deleted folder bears a checkpoint's name, not even after a power loss."""
-        trash = folder
-        if not folder.name.startswith(TRASH):
-            trash = self.path / f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}"
-            os.rename(folder, trash)
-            sync_folder(self.path)
-        shutil.rmtree(trash, ignore_errors=True)  # what a file server still holds is swept at the next start
-
-    def prepare_folder(self, partial: Path) -> None:
-        """Makes the folder of a partial checkpoint; any rank may be the first."""
-        make_durable_folder(self.path)
-        partial.mkdir(exist_ok=True)
+    Args:
+        store: where to.
+        writers: ranks that share the writing of replicated state; by default all.
+        allocate: gives staging memory of a number of bytes, uint8, contiguous.
+    """
+    token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
+    among = range(store.group.size) if writers is None else writers
+    return Saver(store, store.keep, store.group, among, token, allocate)
 
 
-def leave_record(partial: Path, file: str, text: bytes) -> None:
-    """Leaves a shard's entry of the manifest beside it, for the committing rank."""
-    (partial / f"{file}.entry").write_bytes(hashlib.sha256(text).hexdigest().encode() + text)
+def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
+    """The store, and the step where one is meant, of a run folder, a folder of checkpoints, or one checkpoint's folder.
 
-
-def take_record(partial: Path, file: str) -> tuple[bytes, int]:
-    """A shard's entry, which is removed, and the shard's size. Raises DamagedCheckpoint where it is not whole."""
-    path = partial / f"{file}.entry"
-    record = path.read_bytes()
-    digest, text = record[:64], record[64:]
-    if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise DamagedCheckpoint(f"{path} is not what its rank wrote", "look for I/O errors on the ranks' nodes")
-    path.unlink()
-    return text, os.lstat(partial / file).st_size
+    Raises:
+        UserError: there is no such folder, or no checkpoint in it.
+    """
+    path = Path(text)
+    named = step_folder.step_of(path.name)
+    if named is not None:
+        store, step = CheckpointStore(path.parent), named
+    else:
+        store = CheckpointStore(path / "checkpoints" if os.path.isdir(path / "checkpoints") else path)
+    steps = store.steps()
+    if step is not None and step not in steps:
+        raise UserError(f"{store.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
+    if not steps:
+        raise UserError(f"{path} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
+    return store, step

@@ -51,7 +51,7 @@ class Verdict:
     """Whether it could be read; where it could not, nobody knows whether it is sound."""
 
 
-def verify(store: CheckpointStore, step: int) -> Verdict:
+def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
     """Checks manifest, sizes and checksums; then, on shards that are sound, that HDF5 sees what the manifest says."""
     folder, num_bytes = store.folder(step), 0
     problems: list[str] = []

@@ -15,8 +15,7 @@ from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.reading import Loaded
-    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.checkpoint import CheckpointStore, Loaded
 
 PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder"
 SUFFIXES = (".safetensors", ".pt", ".weights.h5")
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def ls(args: argparse.Namespace) -> int:
     """Lists checkpoints by their manifests."""
-    from hpctrain.checkpoint.locate import locate
+    from hpctrain.checkpoint import locate
 
     store, only = locate(args.path)
     rows = [describe(store, step) for step in store.steps() if only in (None, step)]
@@ -62,7 +61,7 @@ def ls(args: argparse.Namespace) -> int:
 
 def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
     """One row of ``ls``."""
-    from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+    from hpctrain.checkpoint import DamagedCheckpoint, UnreadableCheckpoint
 
     row: dict[str, Any] = {"step": step, "path": str(store.folder(step))}
     try:
@@ -97,11 +96,10 @@ def local_time(seconds: Any) -> str:
 
 def verify(args: argparse.Namespace) -> int:
     """Reads everything and compares checksums."""
-    from hpctrain.checkpoint.locate import locate
-    from hpctrain.checkpoint.verify import verify as verify_one
+    from hpctrain.checkpoint import locate, verify_checkpoint
 
     store, only = locate(args.path, args.step)
-    verdicts = [verify_one(store, step) for step in store.steps() if only in (None, step)]
+    verdicts = [verify_checkpoint(store, step) for step in store.steps() if only in (None, step)]
     rows = [{**dataclasses.asdict(one), "path": str(one.path), "sound": not one.problems} for one in verdicts]
     emit(args, rows, (f"{one.path}: {'; '.join(one.problems) or 'sound'}" for one in verdicts))
     return ExitCode.FAILURE if any(one.problems for one in verdicts) else ExitCode.DONE
@@ -109,23 +107,23 @@ def verify(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Shows the tensors of a checkpoint as a tree."""
-    from hpctrain.checkpoint.inspect import summaries, tree
+    from hpctrain.checkpoint import summary_tree, tensor_summaries
 
     loaded = load(args.path, args.step)
-    found = summaries(loaded, args.name)
+    found = tensor_summaries(loaded, args.name)
     if not found:
         raise UserError(f"{loaded.path} has no tensor below {args.name}", "inspect it without --name to see all names")
     rows = {"step": loaded.step, "meta": loaded.meta, "tensors": [dataclasses.asdict(one) for one in found]}
-    emit(args, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *tree(found)])
+    emit(args, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *summary_tree(found)])
     return ExitCode.DONE
 
 
 def diff(args: argparse.Namespace) -> int:
     """Compares two checkpoints."""
-    from hpctrain.checkpoint.inspect import differences
+    from hpctrain.checkpoint import tensor_differences
 
     first, second = load(args.first), load(args.second)
-    found = differences(first, second)
+    found = tensor_differences(first, second)
     same = len(first.arrays.keys() & second.arrays.keys()) - sum(not one.kind.startswith("only") for one in found)
     amounts = [f" ({one.changed} differ, by at most {one.largest})" if one.changed else "" for one in found]
     lines = [f"{one.name}: {one.kind}{amount}" for one, amount in zip(found, amounts, strict=True)]
@@ -137,7 +135,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.exports.weights import export_safetensors
+    from hpctrain.checkpoint.exports import export_safetensors
 
     output = Path(args.output)
     if not args.output.endswith(SUFFIXES):
@@ -146,7 +144,7 @@ def export(args: argparse.Namespace) -> int:
     if args.output.endswith(".safetensors"):
         export_safetensors(loaded, output, args.ema)
     elif args.output.endswith(".pt"):
-        from hpctrain.checkpoint.exports.torch_state_dict import export_state_dict
+        from hpctrain.checkpoint.exports import export_state_dict
 
         export_state_dict(loaded, output, args.ema)
     else:
@@ -158,8 +156,8 @@ def export(args: argparse.Namespace) -> int:
 
 def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
-    from hpctrain.checkpoint.exports.weights import replace_whole, weights
-    from hpctrain.checkpoint.format.manifest import Reader
+    from hpctrain.checkpoint.exports import model_weights, replace_whole
+    from hpctrain.checkpoint.format import Reader
     from hpctrain.comm.world import alone
     from hpctrain.data import open_dataset
     from hpctrain.frameworks.seeding import seed_task
@@ -178,15 +176,15 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
     make_weights(task, lambda: open_dataset(task.train), seed)
-    from hpctrain.checkpoint.exports.tensorflow_weights import export_keras
+    from hpctrain.checkpoint.exports import export_keras
 
-    arrays = {f"model/{name}": array for name, array in weights(loaded, averaged)[0].items()}
+    arrays = {f"model/{name}": array for name, array in model_weights(loaded, averaged)[0].items()}
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 
 def load(path: str, step: int | None = None) -> Loaded:
     """A checkpoint by what the user typed; the newest must be sound, no older one is taken in its place."""
-    from hpctrain.checkpoint.locate import locate
+    from hpctrain.checkpoint import locate
 
     store, found = locate(path, step)
     return store.load(store.steps()[-1] if found is None else found)

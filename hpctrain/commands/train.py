@@ -109,8 +109,7 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     """Config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
     import dataclasses
 
-    from hpctrain.checkpoint.resume import load_weights
-    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.checkpoint import CheckpointStore, load_weights
     from hpctrain.rank import wiring
     from hpctrain.run.folder import RunDir
     from hpctrain.train.clock import IntervalClock

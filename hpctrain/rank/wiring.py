@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.hook import checkpoint_hook
+from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
 from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset

@@ -11,6 +11,7 @@ import jinja2
 
 from hpctrain.errors import UserError
 from hpctrain.report.summary import summarize
+from hpctrain.run import step_folder
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunData
 from hpctrain.system import safe_read
@@ -62,7 +63,7 @@ def fingerprint(data: RunData, step: int | None) -> str | None:
 def read_manifest(data: RunData, step: int | None) -> Mapping[str, Any]:
     """The manifest of a checkpoint, by default the newest; empty if there is none."""
     folder = data.path / "checkpoints"
-    wanted = f"step-{step:09d}" if step is not None else "step-*"
+    wanted = step_folder.name_of(step) if step is not None else "step-*"
     paths = sorted(folder.glob(f"{wanted}/manifest.json"))
     try:
         found: dict[str, Any] = safe_read.read_json(paths[-1]) if paths else {}

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.exports.weights import export_safetensors
-from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint import CheckpointStore, load_initial
+from hpctrain.checkpoint.exports import export_safetensors
 from hpctrain.comm.world import alone
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Replaced, RunFailed, UserError
-from hpctrain.run import events
+from hpctrain.run import events, step_folder
 from hpctrain.run.documents import info_of, is_words
 from hpctrain.run.rank_environment import ATTEMPT
 from hpctrain.system import foreign_text, safe_read
@@ -182,8 +182,8 @@ class RunDir:
 
     def newest_checkpoint_step(self) -> int | None:
         """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
-        names = [path.parent.name for path in self.checkpoints.glob("step-*/manifest.json")]
-        return max((int(match[1]) for match in map(STEP.fullmatch, names) if match), default=None)
+        found = (step_folder.step_of(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
+        return max((step for step in found if step is not None), default=None)
 
     def request_stop(self, by: str) -> None:
         """Asks the run to save and stop; ``by`` says who asks. The first request stays, but for a signal's."""
@@ -322,7 +322,6 @@ class Tickets:
 
 
 TICKET = re.compile(r"(\d+)\.json")
-STEP = re.compile(r"step-(\d+)")
 
 
 def is_signal(by: str) -> bool:

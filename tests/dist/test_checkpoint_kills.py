@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.run.folder import RunDir
 from tests.support.command import wait_for
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
@@ -117,7 +117,7 @@ def all_sound(run_dir: RunDir) -> None:
     store = CheckpointStore(run_dir.checkpoints)
     steps = store.steps()
     for step in steps:
-        assert verify(store, step).problems == ()
+        assert verify_checkpoint(store, step).problems == ()
     said = announced(run_dir)
     assert not said or (steps and steps[-1] >= said[-1]), f"announced {said[-3:]}, there are {steps}"
 

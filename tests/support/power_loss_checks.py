@@ -20,7 +20,7 @@ STEPS = (1, 2, 2, 3, 4)
 PROGRAM = """
 import os, sys
 import numpy as np
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone, connect
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files import reading
+from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MAX_BYTES, MAX_DIMENSIONS, DamagedCheckpoint, TensorSpec
-from hpctrain.checkpoint.format.manifest import Reader, parse_json, to_json
+from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 
 CODES = {
     "BOOL": "bool",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exports.weights import weights, write_whole
+from hpctrain.checkpoint.exports.weights import model_weights, write_whole
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.train.tree import put_together
@@ -20,7 +20,7 @@ EXTRA = "held/model/extra/"
 
 def export_state_dict(loaded: Loaded, path: Path, averaged: bool = False) -> None:
     """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
-    arrays, dtypes = weights(loaded, averaged)
+    arrays, dtypes = model_weights(loaded, averaged)
     state = {name: tensor_of(np.array(array), dtypes[name]) for name, array in arrays.items()} | extra_state(loaded)
     buffer = io.BytesIO()
     torch.save(state, buffer)

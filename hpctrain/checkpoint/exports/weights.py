@@ -11,12 +11,16 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.initial import AVERAGE, MODEL
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 
+MODEL = "model/"
+"""Prefix of the model's parameters and buffers in a checkpoint."""
+AVERAGE = "ema/"
+"""Prefix of moving averages of parameters."""
 
-def weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+
+def model_weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """The model's arrays and logical types, by name without ``model/``.
 
     Args:
@@ -46,7 +50,7 @@ def weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDArray[A
 
 def export_safetensors(loaded: Loaded, path: Path, averaged: bool = False) -> None:
     """Writes a .safetensors file. Raises UserError."""
-    arrays, dtypes = weights(loaded, averaged)
+    arrays, dtypes = model_weights(loaded, averaged)
     complex_name = next((name for name, dtype in dtypes.items() if dtype.startswith("complex")), None)
     if complex_name:
         raise UserError(f"{complex_name} is complex, which safetensors does not know", "export to a .pt file")

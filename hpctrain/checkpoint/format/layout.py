@@ -15,7 +15,6 @@ from hpctrain.errors import RunFailed, UserError
 FORMAT = "hpctrain-checkpoint"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
-STEP_FOLDER = re.compile(r"step-(\d{9,18})")
 TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+(/[^/\x00-\x1f\x7f\ud800-\udfff]+)*")
 MAX_NAME = 1000
 MAX_DIMENSIONS = 32
@@ -143,11 +142,6 @@ class Manifest:
     def tensors(self) -> dict[tuple[str, int | None], TensorSpec]:
         """Every tensor once, by name and rank, in the order of the shards."""
         return {stored.piece.tensor.key: stored.piece.tensor for shard in self.shards for stored in shard.pieces}
-
-
-def step_folder(step: int) -> str:
-    """Name of a committed checkpoint's folder."""
-    return f"step-{step:09d}"
 
 
 def shard_file(index: int, count: int) -> str:

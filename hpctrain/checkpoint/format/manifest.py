@@ -9,15 +9,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from hpctrain.checkpoint.files import reading
+from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.layout import (
     FORMAT,
     ITEM_TYPES,
@@ -34,6 +33,7 @@ from hpctrain.checkpoint.format.layout import (
     name_problem,
     shard_file,
 )
+from hpctrain.checkpoint.format.strict_json import Reader, is_crc32, parse_json, to_json
 from hpctrain.errors import UserError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -46,16 +46,6 @@ def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable
     head = to_json({"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "meta": meta})
     body = b'%s,"shards":[%s]}' % (head[:-1], b",\n".join(shard_texts))
     return b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
-
-
-def to_json(document: Mapping[str, Any]) -> bytes:
-    """Compact JSON. Raises UserError where a value is none of JSON's."""
-    try:
-        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"the checkpoint's meta is no JSON: {error}", "pass dicts, lists, strings, finite numbers"
-        ) from error
 
 
 def shard_text(file: str, num_bytes: int, crc32: int, piece_texts: Sequence[str], piece_sums: Sequence[int]) -> bytes:
@@ -128,67 +118,6 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def parse_json(data: bytes, where: str) -> Any:
-    """Strict JSON: no NaN or Infinity, nor what would be read as such. Raises DamagedCheckpoint."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
-    def finite(text: str) -> float:
-        number = float(text)
-        return number if math.isfinite(number) else refuse(text)
-
-    try:
-        return json.loads(data, parse_constant=refuse, parse_float=finite)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{where} is not valid JSON: {error}") from error
-
-
-class Reader:
-    """Takes typed values out of parsed JSON; everything unexpected is a DamagedCheckpoint that says where."""
-
-    def __init__(self, value: Any, where: str) -> None:
-        self.where = where
-        self.value = self._expect(dict, value, "an object")
-
-    def _expect(self, kind: type, value: Any, what: str) -> Any:
-        if type(value) is not kind:
-            self.fail(f"{str(value)[:50]} is not {what}")
-        return value
-
-    def fail(self, problem: str) -> NoReturn:
-        """Raises DamagedCheckpoint."""
-        raise DamagedCheckpoint(f"{self.where}: {problem}")
-
-    def get(self, key: str, kind: type, what: str) -> Any:
-        """A required value of exactly this type."""
-        if key not in self.value:
-            self.fail(f"{key} is missing")
-        return self._expect(kind, self.value[key], f"{what} ({key})")
-
-    def integer(self, key: str, least: int, most: int) -> int:
-        """A whole number within bounds."""
-        return self.in_range(self.get(key, int, "a whole number"), least, most, key)
-
-    def in_range(self, number: Any, least: int, most: int, what: str) -> int:
-        """The number itself, if it is whole and within bounds."""
-        if type(number) is not int or not least <= number <= most:
-            self.fail(f"{what} is {str(number)[:50]}, not a whole number from {least} to {most}")
-        return int(number)
-
-    def crc32(self) -> int:
-        """The value of ``crc32``."""
-        text = self.get("crc32", str, "a string")
-        if not is_crc32(text):
-            self.fail("crc32 is not 8 hex digits")
-        return int(text, 16)
-
-    def list_of(self, key: str, convert: Callable[[Any, str], Any]) -> tuple[Any, ...]:
-        """Each item of a list, converted."""
-        items = self.get(key, list, "a list")
-        return tuple(convert(item, f"{self.where}, {key} {index}") for index, item in enumerate(items))
 
 
 def manifest_from_json(value: Any, where: str) -> Manifest:
@@ -267,11 +196,6 @@ def piece_problem(value: Any) -> str | None:
 def is_count(value: Any) -> bool:
     """Whether a value is a whole number within reason."""
     return type(value) is int and 0 <= value <= MAX_BYTES
-
-
-def is_crc32(value: Any) -> bool:
-    """Whether a value is 8 hex digits."""
-    return type(value) is str and len(value) == 8 and not value.strip("0123456789abcdef")
 
 
 def coverage_problem(manifest: Manifest) -> str | None:

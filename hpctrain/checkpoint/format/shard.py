@@ -22,8 +22,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files import BLOCK_BYTES, reading, write_durably
 from hpctrain.checkpoint.format.checksum import checksums
+from hpctrain.checkpoint.format.files import BLOCK_BYTES, reading, write_durably
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Piece, Shard
 from hpctrain.checkpoint.format.manifest import piece_text, shard_text
 
@@ -113,15 +113,21 @@ def skeleton(pieces: Sequence[Piece]) -> Skeleton:
     create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     create.set_obj_track_times(False)
-    layout = {
-        "alignment_threshold": 1,
-        "alignment_interval": ALIGNMENT_BYTES,
-        "meta_block_size": METADATA_BLOCK_BYTES,
-        "libver": ("v108", "v108"),
-    }
-    with h5py.File(file, "w", **layout) as target:
+    with create_file(file) as target:
         offsets = [create_dataset(target, piece, link, create) for piece in pieces]
     return Skeleton(tuple(pieces), tuple(offsets), file.size, file.pages)
+
+
+def create_file(file: SparseFile) -> h5py.File:
+    """An HDF5 file of which no byte depends on the time; h5py.File itself would keep that of the root group."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
+    access.set_alignment(1, ALIGNMENT_BYTES)
+    access.set_meta_block_size(METADATA_BLOCK_BYTES)
+    create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    create.set_obj_track_times(False)
+    return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, create, access))
 
 
 def create_dataset(target: h5py.File, piece: Piece, link: Any, create: Any) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint.hook import writers as writing_ranks
-from hpctrain.checkpoint.saver import Saver, array_tensors, open_saver
+from hpctrain.checkpoint.saver import Saver, array_tensors
+from hpctrain.checkpoint.store import open_saver
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect

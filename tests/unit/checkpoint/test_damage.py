@@ -20,7 +20,7 @@ import pytest
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.verify import how_it_ended, verify
+from hpctrain.checkpoint.verify import how_it_ended, verify_checkpoint
 from hpctrain.comm.group import Group
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -132,20 +132,20 @@ def test_linked_shards_are_not_followed(store: CheckpointStore, tmp_path: Path) 
 
 def test_verify_says_the_same(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert verify(store, 1).problems == ()
+    assert verify_checkpoint(store, 1).problems == ()
     shard = store.folder(2) / "shard-00000-of-00001.h5"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     monkeypatch.setattr("hpctrain.checkpoint.verify.hdf5_problems", None)
-    assert "does not match" in verify(store, 2).problems[0]
+    assert "does not match" in verify_checkpoint(store, 2).problems[0]
 
 
 def test_verify_compares_the_names_in_hdf5(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest forged to call a tensor by another name has right checksums; plain HDF5 readers would differ."""
     monkeypatch.undo()
     forge(store, lambda manifest: manifest["shards"][0]["tensors"][0].update(name="model/other"))
-    assert "model/other" in verify(store, 2).problems[0]
+    assert "model/other" in verify_checkpoint(store, 2).problems[0]
 
 
 OUT = h5py.ExternalLink("pipe", "/x")
@@ -197,7 +197,7 @@ def test_verify_follows_nothing(
     monkeypatch.chdir(tmp_path)
     replaced(store.folder(2) / SHARD, item)
     sum_up(store)
-    assert len(verify(store, 2).problems) == 1 and problem in verify(store, 2).problems[0]
+    assert len(verify_checkpoint(store, 2).problems) == 1 and problem in verify_checkpoint(store, 2).problems[0]
 
 
 def test_verify_outlives_what_libhdf5_does_with_odd_files(
@@ -208,15 +208,15 @@ def test_verify_outlives_what_libhdf5_does_with_odd_files(
     original = (store.folder(2) / SHARD).read_bytes()
     (store.folder(2) / SHARD).write_bytes(original[:9] + bytes(40) + original[49:])
     sum_up(store)
-    assert "HDF5 cannot read it" in verify(store, 2).problems[0]
+    assert "HDF5 cannot read it" in verify_checkpoint(store, 2).problems[0]
     (store.folder(2) / SHARD).write_bytes(original)
     sum_up(store)
-    assert verify(store, 2).problems == ()
+    assert verify_checkpoint(store, 2).problems == ()
     crashed = subprocess.CompletedProcess[bytes]([], -signal.SIGSEGV, b"", b"")
     assert how_it_ended(crashed) == "HDF5 crashes on it (SIGSEGV)"
     monkeypatch.setattr("hpctrain.checkpoint.verify.LOOK_S", 0)
     monkeypatch.setattr("hpctrain.checkpoint.verify.DATASET_S", 0)
-    assert "HDF5 has not come to an end with it after 0 s" in verify(store, 2).problems[0]
+    assert "HDF5 has not come to an end with it after 0 s" in verify_checkpoint(store, 2).problems[0]
 
 
 def sum_up(store: CheckpointStore) -> None:

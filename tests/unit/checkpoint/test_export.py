@@ -18,8 +18,7 @@ from hpctrain.checkpoint.exports import safetensors as ours
 from hpctrain.checkpoint.exports.weights import write_whole
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.initial import converted, load_initial, match_names
-from hpctrain.checkpoint.saver import open_saver
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig

@@ -14,8 +14,7 @@ import pytest
 from hpctrain.checkpoint import policy as policy_module
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint.hook import CheckpointHook, best_steps
-from hpctrain.checkpoint.policy import policy_of
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.policy import Retention, policy_of
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig

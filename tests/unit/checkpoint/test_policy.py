@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.policy import FIRST_S, Cost, Policy, automatic_interval_s, daly_s, policy_of
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.policy import FIRST_S, Cost, Policy, Retention, automatic_interval_s, daly_s, policy_of
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import UserError
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors, open_saver
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.policy import Retention
+from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.errors import Replaced, RunFailed, UserError
 
@@ -232,7 +232,7 @@ def test_what_the_other_rank_has_written_already_is_not_asked_for_again(
     room = 2 * share + SPARE_BYTES + (1 << 16) - (0 if fits else 2 * share)
     group = Group("one of two")
     group.rank, group.size = rank, 2
-    saver = Saver(store, group, [0, 1], "token")
+    saver = Saver(store, store.keep, group, [0, 1], "token")
     partial = store.partial(3, "token-1")
     store.prepare_folder(partial)
     (partial / f"shard-{1 - rank:05d}-of-00002.h5").write_bytes(bytes(share))

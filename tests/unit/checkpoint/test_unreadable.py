@@ -21,7 +21,7 @@ from hpctrain.checkpoint.hook import best_steps
 from hpctrain.checkpoint.initial import weights_of
 from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.train.state import TrainState
@@ -178,7 +178,7 @@ def test_commands_tell_the_two_apart(
     run = str(store.path)
     assert main(["ckpt", "ls", run]) == 0
     assert "UNREADABLE: " in (output := capsys.readouterr().out) and "DAMAGED" not in output
-    assert not verify(store, 2).readable and verify(store, 1).readable
+    assert not verify_checkpoint(store, 2).readable and verify_checkpoint(store, 1).readable
     assert main(["ckpt", "verify", run, "--json"]) == ExitCode.FAILURE
     rows = json.loads(capsys.readouterr().out)
     assert [(row["sound"], row["readable"]) for row in rows] == [(True, True), (False, False)]

@@ -25,8 +25,9 @@ from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.run import live_lock
-from hpctrain.run.folder import ATTEMPT, RUN_DIR, RunDir
+from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, at_work, myself, read
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.system.signals import StopSignals
 from tests.support.command import wait_for
 
@@ -97,12 +98,12 @@ def test_no_number_is_given_twice(run: RunDir) -> None:
 
 
 def test_attempts_that_begin_and_end_at_the_same_time_are_all_recorded(run: RunDir) -> None:
-    program = "for turn in range(20): run.end_attempt(run.begin_attempt(pid=os.getpid(), turn=turn), verdict=turn)"
+    program = "for turn in range(20): run.end_attempt(run.begin_attempt(pid=os.getpid(), turn=turn), restarts=turn)"
     outputs(run, program, 3)
     attempts = run.attempts()
     assert [entry["attempt"] for entry in attempts] == list(range(1, 61))
     assert run.info()["fence"] == 60
-    assert all(entry["verdict"] == entry["turn"] for entry in attempts)
+    assert all(entry["restarts"] == entry["turn"] for entry in attempts)
     assert Counter(entry["turn"] for entry in attempts) == dict.fromkeys(range(20), 3)
 
 
@@ -145,7 +146,7 @@ def then_slow(*paths):
     once(*paths)
     os.replace, os.fsync = once, slow
 os.replace = then_slow
-run.end_attempt(1, verdict="killed")
+run.end_attempt(1, job="killed")
 """
     with children(run, program) as [child]:
         await_stopped(child)  # its own file is written; it has put run.json together, and writes it
@@ -155,7 +156,7 @@ run.end_attempt(1, verdict="killed")
         child.communicate(timeout=30)
     info = run.info()
     assert (info["fence"], info["reducer"]) == (2, {"ranks": 2})
-    assert [(entry["host"], entry.get("verdict")) for entry in info["attempts"]] == [("slow", "killed"), ("fast", None)]
+    assert [(entry["host"], entry.get("job")) for entry in info["attempts"]] == [("slow", "killed"), ("fast", None)]
     with pytest.raises(Replaced):
         run.check_fence(1)
 
@@ -166,13 +167,13 @@ def test_a_folder_of_an_older_version_goes_on_above_its_fence(run: RunDir) -> No
     run.run_json.write_text(json.dumps(old))
     run.check_fence(5)
     assert run.begin_attempt(host="n2") == 6
-    run.end_attempt(5, verdict="vanished")
+    run.end_attempt(5, job="vanished")
     info = run.info()
     assert {key: info[key] for key in ("id", "created", "reducer", "fence")} == {
         **{key: old[key] for key in ("id", "created", "reducer")},
         "fence": 6,
     }
-    assert info["attempts"][0] == past[0] and info["attempts"][1]["verdict"] == "vanished"
+    assert info["attempts"][0] == past[0] and info["attempts"][1]["job"] == "vanished"
     assert [entry["host"] for entry in info["attempts"][1:]] == ["n1", "n2"]
     with pytest.raises(Replaced, match="by attempt 6"):
         run.check_fence(5)
@@ -345,7 +346,7 @@ def test_locks_for_different_purposes_do_not_exclude_each_other(run: RunDir) -> 
 
 
 SUPERVISOR = """
-from hpctrain.launch import live_lock
+from hpctrain.run import live_lock
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 live_lock.BEAT_S = 0.1

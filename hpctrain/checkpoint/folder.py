@@ -1,0 +1,159 @@
+"""A folder of checkpoints on the disk: a new one appears whole and durable, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format.files import listed, make_durable_folder, sync_folder, write_durably
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Manifest, shard_file
+from hpctrain.checkpoint.patience import patiently
+from hpctrain.run import step_folder
+
+PARTIAL = ".partial-"
+"""Prefix of a folder that is being written."""
+TRASH = ".trash-"
+"""Prefix of a folder that is being deleted."""
+REPLACED = ".replaced-"
+"""Prefix of a checkpoint that gives way to another of the same step."""
+
+
+def no_fence() -> None:
+    """Nobody else writes to the folder."""
+
+
+class CheckpointFolder:
+    """Checkpoints, ``step-<number>/`` each: which there are, and how one is committed, removed or put aside.
+
+    Args:
+        path: made with its parents when the first checkpoint is written.
+        fence: called before each commit and each removal; raises Replaced where this process may no longer write.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fence: Callable[[], None] = no_fence) -> None:
+        self.path = Path(path)
+        self.fence = fence
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, ascending. Whether they are sound is known after ``load`` or ``verify``.
+
+        Raises:
+            UnreadableCheckpoint, UserError: the folder cannot be listed.
+        """
+        found = map(step_folder.step_of, patiently(lambda: listed(self.path)))
+        return sorted(step for step in found if step is not None)
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is or will be."""
+        return self.path / step_folder.name_of(step)
+
+    def manifest(self, step: int) -> Manifest:
+        """What a checkpoint consists of. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
+        return manifest_file.read(self.folder(step), step)
+
+    def partial(self, step: int, token: str) -> Path:
+        """Folder in which a checkpoint is written before it is committed."""
+        return self.path / f"{PARTIAL}{step_folder.name_of(step)}-{token}"
+
+    def prepare_folder(self, partial: Path) -> None:
+        """Makes the folder of a partial checkpoint; any rank may be the first."""
+        make_durable_folder(self.path)
+        partial.mkdir(exist_ok=True)
+
+    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any]) -> int:
+        """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
+
+        Order: manifest, names in the folder, fence, rename, name of the folder; each durable before the next.
+        """
+        texts, total = [], 0
+        for rank in range(ranks):
+            text, num_bytes = take_record(partial, shard_file(rank, ranks))
+            texts.append(text)
+            total += num_bytes
+        write_durably(partial / MANIFEST_FILE, manifest_file.encode(step, ranks, meta, texts))
+        sync_folder(partial)
+        self.fence()
+        target = self.folder(step)
+        replaced = self.path / f"{REPLACED}{target.name}-{secrets.token_hex(4)}"
+        if target.exists():
+            os.rename(target, replaced)
+            sync_folder(self.path)
+        try:
+            os.rename(partial, target)
+        except OSError:  # a newer attempt has swept the partial checkpoint, and the one that is there is its own
+            if replaced.exists() and not target.exists():
+                os.rename(replaced, target)
+            raise
+        sync_folder(self.path)
+        if replaced.exists():
+            self._delete(replaced)
+        return total
+
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint, after the fence."""
+        self.fence()
+        self._delete(self.folder(step))
+
+    def discard(self, partial: Path) -> None:
+        """Deletes what is left of a checkpoint that was not committed."""
+        if partial.is_dir():
+            self._delete(partial)
+
+    def put_aside(self, step: int, why: str) -> Path:
+        """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; nothing of it is deleted."""
+        self.fence()
+        aside = self.path / f"{why}-{step_folder.name_of(step)}-{secrets.token_hex(4)}"
+        os.rename(self.folder(step), aside)
+        sync_folder(self.path)
+        return aside
+
+    def sweep(self) -> list[str]:
+        """Clears what killed processes left; returns the names. One process calls it, before it lists checkpoints.
+
+        A process of an older attempt that still writes finds its folder gone and cannot commit. One that is to sweep
+        itself must not: the fence is asked before each removal.
+        """
+        if not self.path.is_dir():
+            return []
+        leftovers = sorted(entry for entry in self.path.iterdir() if entry.name.startswith((PARTIAL, TRASH, REPLACED)))
+        leftovers = [entry for entry in leftovers if entry.is_dir() and not entry.is_symlink()]
+        for entry in leftovers:
+            self.fence()
+            target = self.path / entry.name.removeprefix(REPLACED).rpartition("-")[0]
+            if entry.name.startswith(REPLACED) and not target.exists():
+                os.rename(entry, target)
+                sync_folder(self.path)
+            else:
+                self._delete(entry)
+        return [entry.name for entry in leftovers]
+
+    def _delete(self, folder: Path) -> None:
+        """Renames first, so that no half-deleted folder bears a checkpoint's name, not even after a power loss."""
+        trash = folder
+        if not folder.name.startswith(TRASH):
+            trash = self.path / f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}"
+            os.rename(folder, trash)
+            sync_folder(self.path)
+        shutil.rmtree(trash, ignore_errors=True)  # what a file server still holds is swept at the next start
+
+
+def leave_record(partial: Path, file: str, text: bytes) -> None:
+    """Leaves a shard's entry of the manifest beside it, for the committing rank."""
+    (partial / f"{file}.entry").write_bytes(hashlib.sha256(text).hexdigest().encode() + text)
+
+
+def take_record(partial: Path, file: str) -> tuple[bytes, int]:
+    """A shard's entry, which is removed, and the shard's size. Raises DamagedCheckpoint where it is not whole."""
+    path = partial / f"{file}.entry"
+    record = path.read_bytes()
+    digest, text = record[:64], record[64:]
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise DamagedCheckpoint(f"{path} is not what its rank wrote", "look for I/O errors on the ranks' nodes")
+    path.unlink()
+    return text, os.lstat(partial / file).st_size

@@ -1,0 +1,87 @@
+"""JSON written and read with nothing taken on trust."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint
+from hpctrain.errors import UserError
+
+
+def to_json(document: Mapping[str, Any]) -> bytes:
+    """Compact JSON. Raises UserError where a value is none of JSON's."""
+    try:
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"the checkpoint's meta is no JSON: {error}", "pass dicts, lists, strings, finite numbers"
+        ) from error
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Strict JSON: no NaN or Infinity, nor what would be read as such. Raises DamagedCheckpoint."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    def finite(text: str) -> float:
+        number = float(text)
+        return number if math.isfinite(number) else refuse(text)
+
+    try:
+        return json.loads(data, parse_constant=refuse, parse_float=finite)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{where} is not valid JSON: {error}") from error
+
+
+class Reader:
+    """Takes typed values out of parsed JSON; everything unexpected is a DamagedCheckpoint that says where."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.where = where
+        self.value = self._expect(dict, value, "an object")
+
+    def _expect(self, kind: type, value: Any, what: str) -> Any:
+        if type(value) is not kind:
+            self.fail(f"{str(value)[:50]} is not {what}")
+        return value
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raises DamagedCheckpoint."""
+        raise DamagedCheckpoint(f"{self.where}: {problem}")
+
+    def get(self, key: str, kind: type, what: str) -> Any:
+        """A required value of exactly this type."""
+        if key not in self.value:
+            self.fail(f"{key} is missing")
+        return self._expect(kind, self.value[key], f"{what} ({key})")
+
+    def integer(self, key: str, least: int, most: int) -> int:
+        """A whole number within bounds."""
+        return self.in_range(self.get(key, int, "a whole number"), least, most, key)
+
+    def in_range(self, number: Any, least: int, most: int, what: str) -> int:
+        """The number itself, if it is whole and within bounds."""
+        if type(number) is not int or not least <= number <= most:
+            self.fail(f"{what} is {str(number)[:50]}, not a whole number from {least} to {most}")
+        return int(number)
+
+    def crc32(self) -> int:
+        """The value of ``crc32``."""
+        text = self.get("crc32", str, "a string")
+        if not is_crc32(text):
+            self.fail("crc32 is not 8 hex digits")
+        return int(text, 16)
+
+    def list_of(self, key: str, convert: Callable[[Any, str], Any]) -> tuple[Any, ...]:
+        """Each item of a list, converted."""
+        items = self.get(key, list, "a list")
+        return tuple(convert(item, f"{self.where}, {key} {index}") for index, item in enumerate(items))
+
+
+def is_crc32(value: Any) -> bool:
+    """Whether a value is 8 hex digits."""
+    return type(value) is str and len(value) == 8 and not value.strip("0123456789abcdef")
