@@ -132,7 +132,9 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
         stride *= 2
 
 
-def open_shm_allreduce(group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False) -> ShmAllreduce | None:
+def open_shm_allreduce(
+    group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False
+) -> ShmAllreduce | None:
     """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be."""
     shared = share_arrays(group, length, dtype)
     return ShmAllreduce(shared, ring) if shared else None

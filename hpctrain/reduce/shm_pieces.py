@@ -1,7 +1,8 @@
 """Sums of several arrays over ranks through the memory they share, from where the arrays lie.
 
-As in shm_allreduce.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the others
-need of its arrays, reads its own slice where it lies, and writes each sum once, to one place where all ranks read it.
+As in shm_allreduce.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the
+others need of its arrays, reads its own slice where it lies, and writes each sum once, to one place where all ranks
+read it.
 """
 
 from __future__ import annotations

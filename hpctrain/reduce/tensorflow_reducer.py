@@ -19,8 +19,8 @@ from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
 from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.layout import plan
-from hpctrain.reduce.host_allreduce import PieceAllreduce, open_host_allreduce
 from hpctrain.reduce.tensorflow_pieces import Pieces, join, split
 
 
@@ -160,7 +160,7 @@ def open_reducer(candidate: Candidate, group: Group, pieces: Pieces) -> Reducer:
         length = sum(layout.sizes)
         layout, shapes = plan([length], None, SLOTS), [(length,)]
     codecs = {**CODECS, "fp16": FastFloat16()}
-    candidate, host = open_host_allreduce(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
+    candidate, host = open_piece_allreduce(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
     return HostReducer(candidate.name, host, joined=on_gpu)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.host_allreduce import open_host_allreduce
 from hpctrain.reduce.layout import Layout
 from hpctrain.reduce.mpi_allreduce import HostAllreduce
-from hpctrain.reduce.host_allreduce import open_host_allreduce
 
 
 class TensorAllreduce(Protocol):
@@ -113,5 +113,7 @@ def open_tensor_allreduce(
     candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Candidate, TensorAllreduce]:
     """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message in its place."""
-    candidate, host = open_host_allreduce(candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS)
+    candidate, host = open_host_allreduce(
+        candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS
+    )
     return candidate, HostTensorAllreduce(host) if device.type == "cpu" else StagedTensorAllreduce(host, device)

@@ -74,7 +74,9 @@ def unfit(horovod: Any, group: Group, device: torch.device) -> UserError | None:
     return None
 
 
-def open_horovod_allreduce(group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> HorovodAllreduce:
+def open_horovod_allreduce(
+    group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
+) -> HorovodAllreduce:
     """Starts Horovod; raises UserError where it is missing or does not fit."""
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):

@@ -18,9 +18,9 @@ from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
 from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.layout import plan
+from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allreduce
 from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
 from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
-from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allreduce
 
 Number: TypeAlias = Any
 """A float, or a scalar tensor on any device."""
@@ -30,7 +30,8 @@ class Reducer(Protocol):
     """Turns the gradients of this rank into those of the global batch.
 
     Each update: ``begin``, backward (several times, if need be, with ``last_backward`` False before all but the last),
-    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; then ``grad`` of each parameter is the sum.
+    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; then ``grad`` of each parameter is
+    the sum.
     """
 
     name: str

@@ -43,9 +43,9 @@ def measure(world: World, sizes: Sequence[int], rounds: int) -> list[dict[str, A
 
 def _median_of(world: World, size: int, ring: bool) -> float:
     elements = max(1, size // 4)
-    sums: HostAllreduce = open_shm_allreduce(world.data, elements, ring=ring) or (RingAllreduce if ring else FlatAllreduce)(
-        world.data, elements
-    )
+    sums: HostAllreduce = open_shm_allreduce(world.data, elements, ring=ring) or (
+        RingAllreduce if ring else FlatAllreduce
+    )(world.data, elements)
     warm = max(_timed(world, sums) for _ in range(2))
     slowest = max(world.data.allgather(warm, "time one exchange"))
     count = int(np.clip(SECONDS_EACH / slowest, LEAST, MOST))

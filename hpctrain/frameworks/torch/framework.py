@@ -33,6 +33,7 @@ from hpctrain.frameworks.torch.state import (
 )
 from hpctrain.reduce.choice import Choice
 from hpctrain.reduce.exchange_slots import ExchangeResult
+from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import (
     Reducer,
     broadcast,
@@ -42,7 +43,6 @@ from hpctrain.reduce.torch_reducer import (
     require_same_model,
     state_of,
 )
-from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.tasks.definition import Task
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
@@ -189,7 +189,9 @@ class TorchFramework:
         totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
         return (float(loss), float(weight)), totals
 
-    def _finish_gradients(self, reducer: Reducer, totals: ExchangeResult, own_finite: bool) -> tuple[bool, float | None]:
+    def _finish_gradients(
+        self, reducer: Reducer, totals: ExchangeResult, own_finite: bool
+    ) -> tuple[bool, float | None]:
         """Divides by weights and loss scale, clips. Whether an update follows, and the norm where one was needed."""
         if self.scale is None and not math.isfinite(totals.loss):
             raise self._non_finite(own_finite)
