@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.layout import Layout, slices
-from hpctrain.reduce.shm_allreduce import BetweenNodes, SharedArrays, add_pairwise, chunks, meet, share_arrays
+from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, BetweenNodes, SharedArrays, add_pairwise, chunks, share_arrays
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ class ShmPieces:
             layout, shapes: of the pieces but for the slots, which are the last one.
             ring: whether nodes add up by a ring of our own.
         """
-        self.node, self.peers, self.rank = shared.node, shared.peers, shared.rank
+        self.node, self.close = shared.node, shared.free
         *boxes, total = shared.arrays
         self.dtype = total.dtype
         spans = [slice(begin, begin + size) for begin, size in zip(layout.offsets, layout.sizes, strict=True)]
         spans.append(slice(layout.gradients, layout.length))
-        mine = slices(layout.length, len(boxes))[self.rank]
+        own = self.node.rank
+        mine = slices(layout.length, len(boxes))[own]
         self.copies = [
-            Copy(piece, slice(begin - span.start, end - span.start), boxes[self.rank][begin:end])
+            Copy(piece, slice(begin - span.start, end - span.start), boxes[own][begin:end])
             for piece, span in enumerate(spans)
             for begin, end in ((span.start, min(span.stop, mine.start)), (max(span.start, mine.stop), span.stop))
             if begin < end
@@ -84,28 +85,22 @@ class ShmPieces:
         flat = [piece.reshape(-1) for piece in pieces]
         for copy in self.copies:
             np.copyto(copy.to, flat[copy.piece][copy.part])
-        meet(self.node)  # all have left what others need, and none reads the sums of the call before any more
+        self.node.meet(ARRIVE)  # all have left what others need, and none reads the sums of the call before any more
         squared = 0.0
         for part in self.sums:
             terms = part.boxes.copy()
-            terms[self.rank] = flat[part.piece][part.part]
-            add_pairwise(terms, part.to, kept=self.rank)
+            terms[self.node.rank] = flat[part.piece][part.part]
+            add_pairwise(terms, part.to, kept=self.node.rank)
             squared += self._square(part)  # while they are in the core's cache
         if self.between:
             self.between.run()
             squared = sum(map(self._square, self.sums))
-        self.squares[self.rank][:] = squared
-        meet(self.node)
+        self.squares[self.node.rank][:] = squared
+        self.node.meet(ADD)
         return [*self.views, with_square(self.slots, sum(float(square[0]) for square in self.squares))]
 
     def _square(self, part: Sum) -> float:
         return float(np.dot(part.to, part.to)) if part.piece < len(self.views) else 0.0
-
-    def close(self) -> None:
-        """Frees the communicators; the memory goes with its last view."""
-        self.node.Free()
-        if self.peers:
-            self.peers.Free()
 
 
 def open_shm_pieces(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import time
 
 import numpy as np
 
@@ -101,10 +103,31 @@ def collectives(world: World) -> None:
             raise AssertionError("nobody was there")
         except RunFailed as error:
             assert "wait for one that comes late" in str(error)
+        try:
+            world.local.meet("wait for one that comes late", timeout_s=0.2)
+            raise AssertionError("nobody was there")
+        except RunFailed as error:
+            assert f"rank 0 of {world.size} waited 0 s for the other ranks to wait for one" in str(error)
     group.barrier("go on")
     if world.rank > 0:
         world.local.barrier("arrive late")
+        world.local.meet("arrive late")
     group.barrier("end")
+
+
+def suspended(world: World) -> None:
+    """The time in which a rank is stopped, as the ranks of a suspended job are, is no part of its wait."""
+    waiting = world.local.broadcast(os.getpid(), "learn whom to stop")
+    if world.rank == 0:
+        world.local.meet("end its break", timeout_s=2.0)
+        return
+    if world.rank == 1:
+        time.sleep(0.2)
+        os.kill(waiting, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(waiting, signal.SIGCONT)
+        time.sleep(0.2)
+    world.local.meet("end the others' break")
 
 
 def across_nodes(world: World) -> None:
@@ -122,7 +145,7 @@ def across_nodes(world: World) -> None:
         for ring in (False, True):
             shared = open_shm_allreduce(group_of(2), length, ring=ring)
             assert shared is not None
-            assert shared.peers is not None
+            assert shared.between is not None
             assert len(shared.parts) == 2
             check(world, shared, length)
     for shapes in PIECES:
@@ -138,6 +161,7 @@ def main() -> None:
     world = connect()
     collectives(world)
     if world.size > 1:
+        suspended(world)
         for length in (EXTRA, 1000, 100_003):
             check(world, FlatAllreduce(world.data, length), length)
             check(world, OverlappedAllreduce(world.data, length), length)
