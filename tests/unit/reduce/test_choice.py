@@ -141,7 +141,7 @@ def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
     for rank, local_size in enumerate(local_sizes):
         data, local = Together(everywhere, rank), Group("local")
         local.size = local_size
-        world = World(data, data, Group("model"), Group("pipeline"), local, node=rank // 2, nodes=2, host="a")
+        world = World(data, data, local, node=rank // 2, nodes=2, host="a")
         around = look_around(ReduceConfig(), world, False, lambda rank=rank: rank > 0)
         found.append(names(ReduceConfig(), around))
     assert found[0] == found[1] == found[2] == ["mpi-ring", "mpi-flat", "mpi-overlap"]
