@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import Codec
 from hpctrain.reduce.exchange_slots import SLOTS
 from hpctrain.reduce.layout import Layout

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.host_allreduce import open_host_allreduce
 from hpctrain.reduce.layout import Layout
 from hpctrain.reduce.mpi_allreduce import HostAllreduce

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,9 +16,10 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
-from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
+from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.layout import plan
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allreduce
 from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
 from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
@@ -169,24 +171,35 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
     return FlatReducer(candidate.name, FlatGradients(parameters, sum_.flat, layout, ready, config.sparse), sum_)
 
 
-def possible(config: ReduceConfig, world: World, model: Module) -> list[Candidate]:
-    """What may be chosen from for this model on these ranks; raises UserError where the configuration cannot be met."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+@dataclass(frozen=True)
+class TorchReducers:
+    """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
 
-    def has_horovod() -> bool:  # asked on all ranks or on none
-        there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
-        return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+    model: Module
+    config: ReduceConfig
 
-    return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        """See Reducers."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+        def has_horovod() -> bool:  # asked on all ranks or on none
+            there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
+            return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+
+        return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        """See Reducers."""
+        return make_reducer(candidate, group, self.model, self.config)
 
 
 def measured_reducer(
     config: ReduceConfig,
     world: World,
     model: Module,
-    rehearse: Callable[[Reducer], None],
+    rehearse: Callable[[Reducer], object],
     chosen: str | None = None,
-    announce: Callable[[Choice], None] | None = None,
+    announce: Callable[[Choice], object] | None = None,
 ) -> Reducer:
     """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
 
@@ -198,33 +211,7 @@ def measured_reducer(
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: told what was measured, where there was a choice.
     """
-    if chosen is not None and world.data.size > 1:
-        return make_reducer(Candidate.parse(chosen), world.data, model, config)
-    among = possible(config, world, model)
-    if len(among) == 1:
-        return make_reducer(among[0], world.data, model, config)
-    choice = choose(among, _ModelRehearsal(world.data, model, config, rehearse), world.data)
-    if announce is not None:
-        announce(choice)
-    return make_reducer(choice.candidate, world.data, model, config)
-
-
-class _ModelRehearsal:
-    def __init__(self, group: Group, model: Module, config: ReduceConfig, step: Callable[[Reducer], None]) -> None:
-        self.group, self.model, self.config, self.step = group, model, config, step
-        self.reducer: Reducer | None = None
-
-    def open(self, candidate: Candidate) -> None:
-        self.reducer = make_reducer(candidate, self.group, self.model, self.config)
-
-    def run(self) -> None:
-        if self.reducer is not None:
-            self.step(self.reducer)
-
-    def close(self) -> None:
-        if self.reducer is not None:
-            self.reducer.begin()
-            self.reducer.close()
+    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
 
 
 def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:

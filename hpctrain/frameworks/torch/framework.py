@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,13 @@ from hpctrain.frameworks.torch.state import (
     other_names,
     random_tensors,
 )
-from hpctrain.reduce.choice import Choice
 from hpctrain.reduce.exchange_slots import ExchangeResult
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import (
     Reducer,
+    TorchReducers,
     broadcast,
-    make_reducer,
-    measured_reducer,
-    possible,
     require_same_model,
     state_of,
 )
@@ -76,13 +74,12 @@ class TorchStepResult:
 class TorchFramework:
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
 
-    Where there is a choice, the reducer is made with the first update: ``auto`` measures on its batch. Set
-    ``chosen_reducer`` before that to keep an earlier choice, ``announce`` to hear of a new one.
+    Where the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "torch"
 
-    def __init__(self, task: Task, world: World, config: Config, clock: StepClock) -> None:
+    def __init__(self, task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """Moves the model to this rank's device and makes it equal on all ranks. Collective.
 
         Raises:
@@ -119,14 +116,15 @@ class TorchFramework:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.average_weight = 1 - (train.ema_decay or 0)
-        self.reducer: Reducer | None = None
-        self.chosen_reducer: str | None = None
-        self.announce: Callable[[Choice], None] | None = None
-        among = possible(config.reduce, world, self.model)
-        if len(among) == 1:
-            self.reducer = make_reducer(among[0], world.data, self.model, config.reduce)
-            self.chosen_reducer = self.reducer.name
+        self.choice = choice
+        self.reducers = TorchReducers(self.model, config.reduce)
+        self.reducer = choice.known(self.reducers)
         self.reseed(0)
+
+    @property
+    def reducer_name(self) -> str | None:
+        """See Framework."""
+        return self.reducer.name if self.reducer else None
 
     @property
     def gradient_bytes(self) -> int:
@@ -227,16 +225,13 @@ class TorchFramework:
             copies = [{name: np.array(array) for name, array in batch.items()} for batch in micro_batches]
             self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
 
-        reducer = measured_reducer(
-            self.config.reduce, self.world, self.model, rehearse, self.chosen_reducer, self.announce
-        )
+        reducer = self.choice.measured(self.reducers, rehearse)
         for buffers, module in buffers_of:
             module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
         for buffer, value in before:
             buffer.copy_(value)
         self.holdings.load(held)
         load_random(self.device, random)
-        self.chosen_reducer = reducer.name
         return reducer
 
     def evaluate(self, batch: HostBatch) -> Sums:

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from hpctrain.reduce import shm_allreduce
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.layout import Layout, plan
 from hpctrain.reduce.compression import CODECS
 from hpctrain.comm.group import Group
