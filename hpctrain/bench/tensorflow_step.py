@@ -24,7 +24,8 @@ from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.frameworks.tensorflow.runtime import choose_gpu, set_environment
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 
@@ -136,10 +137,7 @@ class Ours:
         train = TrainConfig(steps=1, global_batch=samples)
         config = Config(name="bench", task="bench:step", train=train, reduce=reduce)
         self.batch, self.samples = problem.batch, samples
-        self.framework = KerasFramework(task, world, config, IntervalClock())
-        self.framework.chosen_reducer = chosen
-        self.choice: str | None = chosen
-        self.framework.announce = lambda choice: setattr(self, "choice", choice.candidate.name)
+        self.framework = KerasFramework(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
 
     def step(self) -> None:
@@ -229,7 +227,7 @@ class Choices:
             config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
             ours = Ours(problem, self.world, config, self.chosen.get(model))
             ours.step()
-            self.chosen[model] = ours.choice
+            self.chosen[model] = ours.framework.reducer_name
             return ours
         if contender in ("mpi", "horovod"):
             return Ours(problem, self.world, ReduceConfig(kind=contender), None)  # type: ignore[arg-type]

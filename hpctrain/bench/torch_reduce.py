@@ -12,7 +12,7 @@ from hpctrain.bench.ranks import write_rows
 from hpctrain.bench.turns import take_turns
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import ReduceConfig
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.torch_reducer import Reducer, make_reducer
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.frameworks.torch.state import digest
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
 from hpctrain.tasks.torch_chartext import GPT
 

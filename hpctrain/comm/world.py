@@ -7,9 +7,13 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import MissingExtra, UserError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
@@ -22,18 +26,14 @@ LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 class World:
     """The ranks of this run and this process's place among them.
 
-    ``data`` holds the ranks that see different samples and average their gradients, ``model`` and ``pipeline`` those
-    that share a replica; the latter two have one rank each today. Ask the group that is meant, not the world.
+    ``data`` holds the ranks that see different samples and average their gradients. Ask the group that is meant, not
+    the world.
     """
 
     everyone: Group
     """All ranks."""
     data: Group
     """Data-parallel peers."""
-    model: Group
-    """Peers that hold parts of the same layers."""
-    pipeline: Group
-    """Peers that hold other layers of the same replica."""
     local: Group
     """Ranks on this node: those that can share memory with this one."""
     node: int
@@ -66,8 +66,7 @@ class World:
 
 def alone() -> World:
     """A world of this process only; needs no MPI."""
-    single = Group("world")
-    return World(single, Group("data"), Group("model"), Group("pipeline"), Group("local"), 0, 1, socket.gethostname())
+    return World(Group("world"), Group("data"), Group("local"), node=0, nodes=1, host=socket.gethostname())
 
 
 def connect(expected: int | None = None) -> World:
@@ -117,7 +116,7 @@ def _quick_start() -> Iterator[None]:
             del os.environ[name]
 
 
-def from_communicator(communicator) -> World:  # type: ignore[no-untyped-def]
+def from_communicator(communicator: MPI.Comm) -> World:
     """The world of an mpi4py communicator, which is duplicated: traffic of others on it is not disturbed."""
     from mpi4py import MPI
 
@@ -132,8 +131,6 @@ def from_communicator(communicator) -> World:  # type: ignore[no-untyped-def]
     return World(
         everyone=everyone,
         data=Group("data", communicator.Dup()),
-        model=Group("model"),
-        pipeline=Group("pipeline"),
         local=local,
         node=firsts.index(my_leader),
         nodes=len(firsts),

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpctrain.config.sections import Config
+from hpctrain.comm.world import World
+from hpctrain.config.sections import Config, ReduceConfig
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.rank.session import start as start_monitor
 from hpctrain.rank import wiring
 from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
-from hpctrain.train.framework import Framework
 from hpctrain.train.hooks import Hook
 from hpctrain.train.loop import RunSummary
-
-if TYPE_CHECKING:
-    from hpctrain.reduce.choice import Choice
 
 
 def fit(
@@ -79,9 +77,9 @@ def train(
     wiring.require_same_data(problem, session.world)
     with ExitStack() as stack:
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
-        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock)
+        choice = reducer_choice(config.reduce, session.world, run_dir, session.warn)
+        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, choice)
         stack.enter_context(closing(framework))
-        keep_reducer(framework, session, run_dir)
         attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh)
         for hook in attached:
             stack.enter_context(closing(hook))
@@ -91,21 +89,19 @@ def train(
         return summary, Outcome(summary.reason, summary.step, framework.weights_hash())
 
 
-def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> None:
-    """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept."""
-    size = session.world.size
+def reducer_choice(config: ReduceConfig, world: World, run_dir: RunDir, warn: Callable[[str], object]) -> ReducerChoice:
+    """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept. Collective."""
     saved: dict[str, Any] = {}
-    if session.world.rank == 0:
+    if world.rank == 0:
         saved = run_dir.info().get("reducer") or {}
-    saved = session.world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
-    if saved.get("ranks") == size and framework.chosen_reducer is None:
-        framework.chosen_reducer = saved["reducer"]
+    saved = world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
 
-    def announce(choice: Choice) -> None:
-        if session.world.rank == 0:
+    def record(choice: Choice) -> None:
+        if world.rank == 0:
             try:
-                run_dir.update(reducer={"ranks": size, **choice.to_event()})
+                run_dir.update(reducer={"ranks": world.size, **choice.to_event()})
             except RunFailed as error:
-                session.warn(f"{error.what}; training continues, a resumed run measures its reducers again")
+                warn(f"{error.what}; training continues, a resumed run measures its reducers again")
 
-    framework.announce = announce
+    kept = saved["reducer"] if saved.get("ranks") == world.size else None
+    return ReducerChoice(config, world, kept, record)

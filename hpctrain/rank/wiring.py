@@ -21,6 +21,7 @@ from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.rank.staged import staged_args
 from hpctrain.rank.stop_requests import StopRequests
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
@@ -105,12 +106,18 @@ def require_same_data(problem: Problem, world: World) -> None:
         )
 
 
-def make_framework(config: Config, world: World, task: Task, clock: StepClock) -> Framework:
-    """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights."""
+def make_framework(
+    config: Config, world: World, task: Task, clock: StepClock, choice: ReducerChoice | None = None
+) -> Framework:
+    """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights.
+
+    ``choice`` tells how its reducer is chosen; by default as the run file says.
+    """
+    choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
         from hpctrain.frameworks.torch.framework import TorchFramework
 
-        framework = TorchFramework(task, world, config, clock)
+        framework = TorchFramework(task, world, config, clock, choice)
         if framework.device.type == "cuda" and isinstance(clock, RingClock):
             from hpctrain.monitor.rank.torch_clock import follow_cuda
 
@@ -119,7 +126,7 @@ def make_framework(config: Config, world: World, task: Task, clock: StepClock) -
     from hpctrain.frameworks.tensorflow.framework import KerasFramework
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
-    return KerasFramework(task, world, config, clock)
+    return KerasFramework(task, world, config, clock, choice)
 
 
 def make_validation(config: Config, world: World, dataset: Dataset) -> ValidationData:

@@ -13,7 +13,7 @@ of the summed gradients."""
 
 
 @dataclass(frozen=True)
-class Totals:
+class ExchangeResult:
     """What all ranks together know after an exchange.
 
     A mean loss contributes ``mean * local_samples / global_samples`` on each rank and its gradients likewise. A
@@ -27,8 +27,8 @@ class Totals:
     """What the summed gradients are to be divided by: 1 for mean losses and where all weights are zero."""
 
 
-def totals(slots: Sequence[float]) -> Totals:
+def read_slots(slots: Sequence[float]) -> ExchangeResult:
     """Reads the summed slots. A rank without samples leaves its slots at zero and learns the kind from the others."""
     if slots[WEIGHTED] and slots[WEIGHT]:
-        return Totals(slots[LOSS] / slots[WEIGHT], slots[WEIGHT])
-    return Totals(slots[LOSS], 1.0)
+        return ExchangeResult(slots[LOSS] / slots[WEIGHT], slots[WEIGHT])
+    return ExchangeResult(slots[LOSS], 1.0)

@@ -18,7 +18,7 @@ LARGEST_MESSAGE = 2**28
 """Elements; MPI libraries before MPI 4 count in 32 bits, and some still do inside."""
 
 
-class HostSum(Protocol):
+class HostAllreduce(Protocol):
     """Sums ``buffer`` over the ranks, in place. Every rank makes the same calls in the same order."""
 
     buffer: NDArray[Any]
@@ -34,7 +34,7 @@ class HostSum(Protocol):
         """Releases communicators."""
 
 
-class FlatSum:
+class FlatAllreduce:
     """One Allreduce after everything is ready."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
@@ -45,18 +45,18 @@ class FlatSum:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         from mpi4py import MPI
 
         for begin in range(0, len(self.buffer), LARGEST_MESSAGE):
             self.comm.Allreduce(MPI.IN_PLACE, self.buffer[begin : begin + LARGEST_MESSAGE])
 
     def close(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         self.comm.Free()
 
 
-class OverlappedSum:
+class OverlappedAllreduce:
     """A nonblocking Allreduce for each part as soon as it is ready; each call also moves the earlier ones on."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
@@ -65,25 +65,25 @@ class OverlappedSum:
         self.requests: list[MPI.Request] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         from mpi4py import MPI
 
         MPI.Request.Testall(self.requests)
         self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, self.buffer[begin:end]))
 
     def finish(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         from mpi4py import MPI
 
         MPI.Request.Waitall(self.requests)
         self.requests.clear()
 
     def close(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         self.comm.Free()
 
 
-class CompressedSum:
+class CompressedAllreduce:
     """16 bits a value on the wire, fp32 sums: each rank gets its slice of all ranks, adds in rank order, rounds, sends.
 
     The last ``extra`` elements travel as they are: losses and weights keep fp32's precision. All ranks decode the same
@@ -109,7 +109,7 @@ class CompressedSum:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         for row, part in zip(self.outgoing, self.slices, strict=True):
             self.codec.encode(self.values[part], row[: part.stop - part.start])
             row[self.width :] = self.tail.view(np.uint16)
@@ -128,7 +128,7 @@ class CompressedSum:
             self.codec.decode(row[: part.stop - part.start], self.values[part])
 
     def close(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         self.comm.Free()
 
 

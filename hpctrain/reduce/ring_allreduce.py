@@ -82,8 +82,8 @@ class Ring:
         return self.comm.Irecv(piece, self.left, step)
 
 
-class RingSum:
-    """A ring of all ranks, after everything is ready; see HostSum."""
+class RingAllreduce:
+    """A ring of all ranks, after everything is ready; see HostAllreduce."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
         self.comm = duplicate(group)
@@ -94,9 +94,9 @@ class RingSum:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         self.ring.run()
 
     def close(self) -> None:
-        """See HostSum."""
+        """See HostAllreduce."""
         self.comm.Free()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FOLDER = "/dev/shm"
+ARRIVE, ADD = "reach the exchange of gradients on this node", "add up their gradients on this node"
+"""What a rank waits for."""
 CHUNK = 32768
 """Elements that are summed and written back at a time: small enough to stay in a core's own cache in between."""
 
@@ -35,35 +37,39 @@ CHUNK = 32768
 class SharedArrays:
     """Arrays that all ranks of a node see; see ``share_arrays``."""
 
-    node: MPI.Comm
+    node: Group
     """The ranks that share them."""
     peers: MPI.Comm | None
     """The ranks of equal place on all nodes, where there are several."""
     memory: mmap.mmap
     arrays: tuple[NDArray[Any], ...]
     """One for each rank of the node, and those that are common to all."""
-    rank: int
-    """This rank's place on the node."""
+
+    def free(self) -> None:
+        """Releases the communicators; the memory goes with its last view."""
+        self.node.free()
+        if self.peers:
+            self.peers.Free()
 
 
-class NodeSum:
-    """Sums a flat buffer over the ranks of a group; see ``open_node_sum``."""
+class ShmAllreduce:
+    """Sums a flat buffer over the ranks of a group; see ``open_shm_allreduce``."""
 
     def __init__(self, shared: SharedArrays, ring: bool = False) -> None:
         self.node = shared.node
-        self.peers = shared.peers
         self.parts = shared.arrays
-        self.slice = slices(len(self.parts[0]), len(self.parts))[shared.rank]
-        self.buffer = self.parts[shared.rank]
+        self.slice = slices(len(self.parts[0]), len(self.parts))[self.node.rank]
+        self.buffer = self.parts[self.node.rank]
         """This rank's values, then the sums; in shared memory."""
         self.between = BetweenNodes(shared.peers, self.parts[0][self.slice], ring) if shared.peers else None
+        self.close = shared.free
 
     def start(self, begin: int, end: int) -> None:
         """Nothing travels before ``finish``: while others compute, a copy would only slow them."""
 
     def finish(self) -> None:
         """Overwrites the buffers of all ranks with their sum."""
-        meet(self.node)
+        self.node.meet(ARRIVE)
         if self.between:
             self._sum_slice(write_back=False)
             self.between.run()
@@ -71,7 +77,7 @@ class NodeSum:
                 part[self.slice] = self.parts[0][self.slice]
         else:
             self._sum_slice(write_back=True)
-        meet(self.node)
+        self.node.meet(ADD)
 
     def _sum_slice(self, write_back: bool) -> None:
         for begin, end in chunks(self.slice.start, self.slice.stop):
@@ -79,12 +85,6 @@ class NodeSum:
             if write_back:
                 for part in self.parts[1:]:
                     part[begin:end] = self.parts[0][begin:end]
-
-    def close(self) -> None:
-        """Frees the communicators; the memory goes with its last view."""
-        self.node.Free()
-        if self.peers:
-            self.peers.Free()
 
 
 class BetweenNodes:
@@ -106,13 +106,6 @@ class BetweenNodes:
             self.peers.Allreduce(MPI.IN_PLACE, self.values[begin : begin + LARGEST_MESSAGE])
 
 
-def meet(comm: MPI.Comm) -> None:
-    """A barrier that leaves its core to whoever can use it: loaders and writers, or a rank that has not arrived yet."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        os.sched_yield()
-
-
 def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Ranges of at most CHUNK elements, which cover these."""
     return ((at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
@@ -132,10 +125,12 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
         stride *= 2
 
 
-def open_node_sum(group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False) -> NodeSum | None:
+def open_shm_allreduce(
+    group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False
+) -> ShmAllreduce | None:
     """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be."""
     shared = share_arrays(group, length, dtype)
-    return NodeSum(shared, ring) if shared else None
+    return ShmAllreduce(shared, ring) if shared else None
 
 
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
@@ -148,20 +143,19 @@ def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -
         return None
     from mpi4py import MPI
 
-    node = group.comm.Split_type(MPI.COMM_TYPE_SHARED, key=group.rank)
-    size, rank = node.Get_size(), node.Get_rank()
-    local_sizes = set(group.allgather(size, "compare the numbers of ranks on the nodes"))
+    node = Group("node", group.comm.Split_type(MPI.COMM_TYPE_SHARED, key=group.rank))
+    local_sizes = set(group.allgather(node.size, "compare the numbers of ranks on the nodes"))
     if local_sizes == {1} or len(local_sizes) > 1:
-        node.Free()
+        node.free()
         return None
     bytes_each = -(-length * np.dtype(dtype).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = _share(Group("node", node), bytes_each, common)
+    memory = _share(node, bytes_each, common)
     if not all(group.allgather(memory is not None, "share memory")) or memory is None:
-        node.Free()
+        node.free()
         return None
-    arrays = tuple(np.frombuffer(memory, dtype, length, offset=at * bytes_each) for at in range(size + common))
-    peers = group.comm.Split(color=rank, key=group.rank) if group.size > size else None
-    return SharedArrays(node, peers, memory, arrays, rank)
+    arrays = tuple(np.frombuffer(memory, dtype, length, offset=at * bytes_each) for at in range(node.size + common))
+    peers = group.comm.Split(color=node.rank, key=group.rank) if group.size > node.size else None
+    return SharedArrays(node, peers, memory, arrays)
 
 
 def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:

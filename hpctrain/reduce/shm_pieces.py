@@ -1,7 +1,8 @@
 """Sums of several arrays over ranks through the memory they share, from where the arrays lie.
 
-As in node_sum.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the others
-need of its arrays, reads its own slice where it lies, and writes each sum once, to one place where all ranks read it.
+As in shm_allreduce.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the
+others need of its arrays, reads its own slice where it lies, and writes each sum once, to one place where all ranks
+read it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.layout import Layout, slices
-from hpctrain.reduce.shm_allreduce import BetweenNodes, SharedArrays, add_pairwise, chunks, meet, share_arrays
+from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, BetweenNodes, SharedArrays, add_pairwise, chunks, share_arrays
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Sum:
     """Where all ranks of the node read the sum."""
 
 
-class NodePieces:
-    """Sums pieces over the ranks of a group; see PieceSum and ``open_node_pieces``."""
+class ShmPieces:
+    """Sums pieces over the ranks of a group; see PieceAllreduce and ``open_shm_pieces``."""
 
     def __init__(
         self, shared: SharedArrays, layout: Layout, shapes: Sequence[tuple[int, ...]], ring: bool = False
@@ -55,14 +56,15 @@ class NodePieces:
             layout, shapes: of the pieces but for the slots, which are the last one.
             ring: whether nodes add up by a ring of our own.
         """
-        self.node, self.peers, self.rank = shared.node, shared.peers, shared.rank
+        self.node, self.close = shared.node, shared.free
         *boxes, total = shared.arrays
         self.dtype = total.dtype
         spans = [slice(begin, begin + size) for begin, size in zip(layout.offsets, layout.sizes, strict=True)]
         spans.append(slice(layout.gradients, layout.length))
-        mine = slices(layout.length, len(boxes))[self.rank]
+        own = self.node.rank
+        mine = slices(layout.length, len(boxes))[own]
         self.copies = [
-            Copy(piece, slice(begin - span.start, end - span.start), boxes[self.rank][begin:end])
+            Copy(piece, slice(begin - span.start, end - span.start), boxes[own][begin:end])
             for piece, span in enumerate(spans)
             for begin, end in ((span.start, min(span.stop, mine.start)), (max(span.start, mine.stop), span.stop))
             if begin < end
@@ -79,40 +81,34 @@ class NodePieces:
         self.slots = total[spans[-1]]
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceSum."""
+        """See PieceAllreduce."""
         flat = [piece.reshape(-1) for piece in pieces]
         for copy in self.copies:
             np.copyto(copy.to, flat[copy.piece][copy.part])
-        meet(self.node)  # all have left what others need, and none reads the sums of the call before any more
+        self.node.meet(ARRIVE)  # all have left what others need, and none reads the sums of the call before any more
         squared = 0.0
         for part in self.sums:
             terms = part.boxes.copy()
-            terms[self.rank] = flat[part.piece][part.part]
-            add_pairwise(terms, part.to, kept=self.rank)
+            terms[self.node.rank] = flat[part.piece][part.part]
+            add_pairwise(terms, part.to, kept=self.node.rank)
             squared += self._square(part)  # while they are in the core's cache
         if self.between:
             self.between.run()
             squared = sum(map(self._square, self.sums))
-        self.squares[self.rank][:] = squared
-        meet(self.node)
+        self.squares[self.node.rank][:] = squared
+        self.node.meet(ADD)
         return [*self.views, with_square(self.slots, sum(float(square[0]) for square in self.squares))]
 
     def _square(self, part: Sum) -> float:
         return float(np.dot(part.to, part.to)) if part.piece < len(self.views) else 0.0
 
-    def close(self) -> None:
-        """Frees the communicators; the memory goes with its last view."""
-        self.node.Free()
-        if self.peers:
-            self.peers.Free()
 
-
-def open_node_pieces(
+def open_shm_pieces(
     group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, ring: bool
-) -> NodePieces | None:
+) -> ShmPieces | None:
     """Shared memory for pieces; None, on all ranks alike, where that cannot be (see ``share_arrays``). Collective."""
     shared = share_arrays(group, layout.length + 1, dtype, common=1)
-    return NodePieces(shared, layout, shapes, ring) if shared else None
+    return ShmPieces(shared, layout, shapes, ring) if shared else None
 
 
 def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:

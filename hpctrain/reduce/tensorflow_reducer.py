@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
@@ -16,11 +16,12 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
-from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
+from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.layout import plan
-from hpctrain.reduce.piece_allreduce import PieceSum, open_piece_sum
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces, join, split
 
 
@@ -69,7 +70,7 @@ class NoReducer:
 class HostReducer:
     """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
 
-    def __init__(self, name: str, host: PieceSum, joined: bool) -> None:
+    def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
         """``joined``: all gradients are one piece for ``host``, as is best where they have to be copied from a GPU."""
         self.name = name
         self.host = host
@@ -160,17 +161,42 @@ def open_reducer(candidate: Candidate, group: Group, pieces: Pieces) -> Reducer:
         length = sum(layout.sizes)
         layout, shapes = plan([length], None, SLOTS), [(length,)]
     codecs = {**CODECS, "fp16": FastFloat16()}
-    candidate, host = open_piece_sum(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
+    candidate, host = open_piece_allreduce(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
     return HostReducer(candidate.name, host, joined=on_gpu)
+
+
+@dataclass(frozen=True)
+class KerasReducers:
+    """Reducers of one model's gradients; see reducer_choice.Reducers.
+
+    Gradients are sent after backward, never during it: the monitor needs to know when a rank has finished its own work.
+    """
+
+    pieces: Pieces
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        """See Reducers."""
+        if config.overlap == "on":
+            raise UserError(
+                "reduce.overlap is on, but Keras gradients travel after the backward pass",
+                "leave reduce.overlap at auto",
+            )
+        gpu = bool(tf.config.list_logical_devices("GPU"))
+        around = look_around(config, world, gpu, lambda: horovod_setup.available("tensorflow"))
+        return candidates(replace(config, overlap="off"), around)
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        """See Reducers."""
+        return open_reducer(candidate, group, self.pieces)
 
 
 def measured_reducer(
     config: ReduceConfig,
     world: World,
     pieces: Pieces,
-    rehearse: Callable[[Reducer], None],
+    rehearse: Callable[[Reducer], object],
     chosen: str | None = None,
-    announce: Callable[[Choice], None] | None = None,
+    announce: Callable[[Choice], object] | None = None,
 ) -> Reducer:
     """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
 
@@ -182,45 +208,7 @@ def measured_reducer(
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: told what was measured, where there was a choice.
     """
-    if chosen is not None and world.data.size > 1:
-        return open_reducer(Candidate.parse(chosen), world.data, pieces)
-    among = possible(config, world)
-    if len(among) == 1:
-        return open_reducer(among[0], world.data, pieces)
-    choice = choose(among, _Rehearsal(world.data, pieces, rehearse), world.data)
-    if announce is not None:
-        announce(choice)
-    return open_reducer(choice.candidate, world.data, pieces)
-
-
-class _Rehearsal:
-    def __init__(self, group: Group, pieces: Pieces, step: Callable[[Reducer], None]) -> None:
-        self.group, self.pieces, self.step = group, pieces, step
-        self.reducer: Reducer = NoReducer()
-
-    def open(self, candidate: Candidate) -> None:
-        self.reducer = open_reducer(candidate, self.group, self.pieces)
-
-    def run(self) -> None:
-        self.step(self.reducer)
-
-    def close(self) -> None:
-        self.reducer.close()
-
-
-def possible(config: ReduceConfig, world: World) -> list[Candidate]:
-    """What may be chosen from on these ranks; raises UserError where the configuration cannot be met. Collective.
-
-    Gradients are sent after backward, never during it: the monitor needs to know when a rank has finished its own work.
-    """
-    if config.overlap == "on":
-        raise UserError(
-            "reduce.overlap is on, but Keras gradients travel after the backward pass",
-            "leave reduce.overlap at auto",
-        )
-    gpu = bool(tf.config.list_logical_devices("GPU"))
-    around = look_around(config, world, gpu, lambda: horovod_setup.available("tensorflow"))
-    return candidates(replace(config, overlap="off"), around)
+    return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
 
 
 def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None:

@@ -17,7 +17,7 @@ POLL_S = 2e-4
 """Horovod's own wait looks once a millisecond."""
 
 
-class HorovodSum:
+class HorovodAllreduce:
     """Few large messages of fixed names and bounds: nothing is negotiated anew, and timing changes no sum."""
 
     def __init__(self, horovod: Any, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
@@ -28,7 +28,7 @@ class HorovodSum:
         self.handles: list[int] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See TensorSum."""
+        """See TensorAllreduce."""
         if self.half is None:
             self._send(self.flat[begin:end], begin)
             return
@@ -39,7 +39,7 @@ class HorovodSum:
             self._send(self.flat[self.gradients :], self.gradients)
 
     def finish(self) -> None:
-        """See TensorSum."""
+        """See TensorAllreduce."""
         for handle in self.handles:
             while not self.horovod.poll(handle):
                 time.sleep(POLL_S)
@@ -74,10 +74,12 @@ def unfit(horovod: Any, group: Group, device: torch.device) -> UserError | None:
     return None
 
 
-def horovod_sum(group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> HorovodSum:
+def open_horovod_allreduce(
+    group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
+) -> HorovodAllreduce:
     """Starts Horovod; raises UserError where it is missing or does not fit."""
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error
     horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
-    return HorovodSum(horovod, layout, dtype, device, half)
+    return HorovodAllreduce(horovod, layout, dtype, device, half)

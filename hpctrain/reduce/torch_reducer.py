@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,12 +16,13 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
-from hpctrain.reduce.choice import Candidate, Choice, candidates, choose, look_around
-from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, Totals, totals
+from hpctrain.reduce.candidates import Candidate, candidates, look_around
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.layout import plan
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allreduce
 from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
-from hpctrain.reduce.torch_horovod import horovod_sum, unfit
-from hpctrain.reduce.torch_sums import TensorSum, mpi_sum
+from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
 
 Number: TypeAlias = Any
 """A float, or a scalar tensor on any device."""
@@ -30,7 +32,8 @@ class Reducer(Protocol):
     """Turns the gradients of this rank into those of the global batch.
 
     Each update: ``begin``, backward (several times, if need be, with ``last_backward`` False before all but the last),
-    ``exchange``. Losses must be scaled before backward as Totals describes; then ``grad`` of each parameter is the sum.
+    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; then ``grad`` of each parameter is
+    the sum.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Forgets all gradients."""
 
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """Returns when all gradients are sums over the ranks, with what travelled along.
 
         Args:
@@ -72,7 +75,7 @@ class NoReducer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """See Reducer."""
         for name, parameter in self.named:
             if parameter.grad is None:  # several ranks could not know that it had no part on any of them
@@ -83,7 +86,7 @@ class NoReducer:
         slots[LOSS] = float(loss)
         if weight is not None:
             slots[WEIGHT], slots[WEIGHTED] = float(weight), 1.0
-        return totals(slots)
+        return read_slots(slots)
 
     def gradients(self) -> list[Tensor]:
         """See Reducer."""
@@ -96,7 +99,7 @@ class NoReducer:
 class FlatReducer:
     """Gradients in one flat buffer that is summed over the ranks."""
 
-    def __init__(self, name: str, flat_gradients: FlatGradients, sum_: TensorSum) -> None:
+    def __init__(self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce) -> None:
         self.name = name
         self.flat_gradients = flat_gradients
         self.sum = sum_
@@ -116,7 +119,7 @@ class FlatReducer:
     def last_backward(self, value: bool) -> None:
         self.flat_gradients.last_backward = value
 
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> Totals:
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         """See Reducer."""
         self.slots.zero_()
         self.slots[LOSS] = loss
@@ -126,7 +129,7 @@ class FlatReducer:
         self.flat_gradients.complete()
         self.sum.finish()
         self.flat_gradients.publish()
-        return totals(self.slots.tolist())
+        return read_slots(self.slots.tolist())
 
     def gradients(self) -> list[Tensor]:
         """See Reducer."""
@@ -158,9 +161,9 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
         SLOTS,
     )
     if candidate.kind == "horovod":
-        sum_: TensorSum = horovod_sum(group, layout, dtype, device, candidate.compression == "fp16")
+        sum_: TensorAllreduce = open_horovod_allreduce(group, layout, dtype, device, candidate.compression == "fp16")
     else:
-        candidate, sum_ = mpi_sum(candidate, group, layout, dtype, device)
+        candidate, sum_ = open_tensor_allreduce(candidate, group, layout, dtype, device)
 
     def ready(number: int) -> None:
         sum_.start(layout.buckets[number].begin, layout.buckets[number].end)
@@ -168,24 +171,35 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
     return FlatReducer(candidate.name, FlatGradients(parameters, sum_.flat, layout, ready, config.sparse), sum_)
 
 
-def possible(config: ReduceConfig, world: World, model: Module) -> list[Candidate]:
-    """What may be chosen from for this model on these ranks; raises UserError where the configuration cannot be met."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+@dataclass(frozen=True)
+class TorchReducers:
+    """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
 
-    def has_horovod() -> bool:  # asked on all ranks or on none
-        there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
-        return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+    model: Module
+    config: ReduceConfig
 
-    return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        """See Reducers."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+        def has_horovod() -> bool:  # asked on all ranks or on none
+            there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
+            return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+
+        return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        """See Reducers."""
+        return make_reducer(candidate, group, self.model, self.config)
 
 
 def measured_reducer(
     config: ReduceConfig,
     world: World,
     model: Module,
-    rehearse: Callable[[Reducer], None],
+    rehearse: Callable[[Reducer], object],
     chosen: str | None = None,
-    announce: Callable[[Choice], None] | None = None,
+    announce: Callable[[Choice], object] | None = None,
 ) -> Reducer:
     """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
 
@@ -197,33 +211,7 @@ def measured_reducer(
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: told what was measured, where there was a choice.
     """
-    if chosen is not None and world.data.size > 1:
-        return make_reducer(Candidate.parse(chosen), world.data, model, config)
-    among = possible(config, world, model)
-    if len(among) == 1:
-        return make_reducer(among[0], world.data, model, config)
-    choice = choose(among, _ModelRehearsal(world.data, model, config, rehearse), world.data)
-    if announce is not None:
-        announce(choice)
-    return make_reducer(choice.candidate, world.data, model, config)
-
-
-class _ModelRehearsal:
-    def __init__(self, group: Group, model: Module, config: ReduceConfig, step: Callable[[Reducer], None]) -> None:
-        self.group, self.model, self.config, self.step = group, model, config, step
-        self.reducer: Reducer | None = None
-
-    def open(self, candidate: Candidate) -> None:
-        self.reducer = make_reducer(candidate, self.group, self.model, self.config)
-
-    def run(self) -> None:
-        if self.reducer is not None:
-            self.step(self.reducer)
-
-    def close(self) -> None:
-        if self.reducer is not None:
-            self.reducer.begin()
-            self.reducer.close()
+    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
 
 
 def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:

@@ -95,7 +95,7 @@ class EventsHook(BaseHook):
     def start(self, training: Training) -> None:
         """Says who trains what with what; dated to when the attempt's training began."""
         self.has_started = True
-        variant = reducer_name(training.framework)
+        variant = training.framework.reducer_name or "none"
         self.emit(
             training,
             "run_started",
@@ -103,7 +103,7 @@ class EventsHook(BaseHook):
             time=self.began,
             ranks=training.world.size,
             hosts=self.hosts,
-            framework=getattr(training.framework, "name", type(training.framework).__name__),
+            framework=training.framework.name,
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
             gradient_bytes=training.framework.gradient_bytes,
@@ -147,9 +147,3 @@ class EventsHook(BaseHook):
         for sink in self.sinks:
             with suppress(OSError):  # a full disk, a closed pipe
                 sink.event(written)
-
-
-def reducer_name(framework: Any) -> str:
-    """What averages the gradients, with its variant: horovod-flat, mpi-node, none."""
-    name = framework.chosen_reducer or getattr(framework.reducer, "name", None)
-    return str(name or "none")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from hpctrain.data import Samples
-from hpctrain.reduce.choice import Choice
 from hpctrain.train.state import StateTensor
 
 HostBatch = Mapping[str, NDArray[Any]]
@@ -37,12 +36,13 @@ class StepResult(Protocol):
 class Framework(Protocol):
     """One model on this rank's device."""
 
-    name: str
-    """``torch`` or ``tensorflow``."""
-    chosen_reducer: str | None
-    """Name of the reducer; set before the first step to keep an earlier automatic choice."""
-    announce: Callable[[Choice], None] | None
-    """Told of an automatic choice of the reducer, when it is made."""
+    @property
+    def name(self) -> str:
+        """``torch`` or ``tensorflow``."""
+
+    @property
+    def reducer_name(self) -> str | None:
+        """What averages the gradients, such as ``mpi-node``; None while it is still to be measured."""
 
     @property
     def gradient_bytes(self) -> int:

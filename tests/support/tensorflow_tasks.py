@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.frameworks.tensorflow.runtime import begin_task
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 
@@ -88,6 +89,7 @@ def make_framework(
     optimizer: Any = lambda: keras.optimizers.Adam(1e-2),
     kind: str = "auto",
     reduce: Any = (),
+    choice: Callable[[ReduceConfig, World], ReducerChoice] = ReducerChoice,
     **train: Any,
 ) -> KerasFramework:
     """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
@@ -101,7 +103,7 @@ def make_framework(
         train=settings,
         reduce=ReduceConfig(kind=kind, **dict(reduce)),  # type: ignore[arg-type]
     )
-    return KerasFramework(task, world, config, IntervalClock())
+    return KerasFramework(task, world, config, IntervalClock(), choice(config.reduce, world))
 
 
 def train(framework: KerasFramework, steps: int, accumulate: int = 1, skip: int = 0) -> list[float]:

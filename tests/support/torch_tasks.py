@@ -15,6 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
 from hpctrain.frameworks.torch.framework import TorchFramework, seed
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
 
@@ -104,6 +105,7 @@ def make_framework(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     forward: Callable[..., Any] | None = None,
     way: str | None = None,
+    choice: Callable[[ReduceConfig, World, str | None], ReducerChoice] = ReducerChoice,
     reduce: dict[str, Any] | None = None,
     **train: Any,
 ) -> TorchFramework:
@@ -119,9 +121,7 @@ def make_framework(
         train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
         reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
     )
-    framework = TorchFramework(task, world, config, IntervalClock())
-    framework.chosen_reducer = way
-    return framework
+    return TorchFramework(task, world, config, IntervalClock(), choice(config.reduce, world, way))
 
 
 def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[float]:

@@ -21,7 +21,7 @@ ROOMS: dict[str, str] = {
     "run": "errors system config",
     "data": "errors system",
     "reduce": "errors config comm",
-    "train": "errors config comm data reduce",
+    "train": "errors config comm data",
     "tasks": "errors comm",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.world import World, connect
-from hpctrain.reduce.mpi_allreduce import FlatSum, HostSum
-from hpctrain.reduce.ring_allreduce import RingSum
-from hpctrain.reduce.shm_allreduce import open_node_sum
+from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce
+from hpctrain.reduce.ring_allreduce import RingAllreduce
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce
 from hpctrain.run.folder import write_atomically
 
 BYTES = tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26))
@@ -43,9 +43,9 @@ def measure(world: World, sizes: Sequence[int], rounds: int) -> list[dict[str, A
 
 def _median_of(world: World, size: int, ring: bool) -> float:
     elements = max(1, size // 4)
-    sums: HostSum = open_node_sum(world.data, elements, ring=ring) or (RingSum if ring else FlatSum)(
-        world.data, elements
-    )
+    sums: HostAllreduce = open_shm_allreduce(world.data, elements, ring=ring) or (
+        RingAllreduce if ring else FlatAllreduce
+    )(world.data, elements)
     warm = max(_timed(world, sums) for _ in range(2))
     slowest = max(world.data.allgather(warm, "time one exchange"))
     count = int(np.clip(SECONDS_EACH / slowest, LEAST, MOST))
@@ -55,7 +55,7 @@ def _median_of(world: World, size: int, ring: bool) -> float:
     return float(np.median(everywhere.max(axis=0)))
 
 
-def _timed(world: World, sums: HostSum) -> float:
+def _timed(world: World, sums: HostAllreduce) -> float:
     assert world.data.comm is not None, "one rank exchanges nothing"
     sums.start(0, len(sums.buffer))
     world.data.comm.Barrier()

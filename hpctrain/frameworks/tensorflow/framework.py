@@ -30,9 +30,9 @@ from hpctrain.frameworks.tensorflow.state import (
     require_same_model,
 )
 from hpctrain.frameworks.tensorflow.step import Judge, Step
-from hpctrain.reduce.choice import Choice
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces
-from hpctrain.reduce.tensorflow_reducer import Reducer, broadcast, measured_reducer, open_reducer, possible
+from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
@@ -61,13 +61,12 @@ class KerasFramework:
 
     An update is one TensorFlow function, in which the ranks meet.
 
-    Where ``auto`` has a choice, the reducer is made with the first update: it measures on its batch. Before that, set
-    ``chosen_reducer`` to keep an earlier choice, ``announce`` to hear of a new one.
+    Where the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "tensorflow"
 
-    def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock) -> None:
+    def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """Makes the model and its optimizer equal on all ranks. Collective.
 
         Raises:
@@ -88,13 +87,9 @@ class KerasFramework:
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
         self.judge = Judge(clock, config.train.clip_norm, self.loss_scale)
         self.steps: Step | None = None
-        self.reducer: Reducer | None = None
-        self.chosen_reducer: str | None = None
-        self.announce: Callable[[Choice], None] | None = None
-        among = possible(config.reduce, world)
-        if len(among) == 1:
-            self.reducer = open_reducer(among[0], self.group, self.pieces)
-            self.chosen_reducer = among[0].name
+        self.choice = choice
+        self.reducers = KerasReducers(self.pieces)
+        self.reducer = choice.known(self.reducers)
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
@@ -123,6 +118,11 @@ class KerasFramework:
             variable.assign([derive(rank_seed, number) % 2**32, 0])
         if step:  # before the first one, the task's own seeds hold
             self.holdings.reseed(rank_seed)
+
+    @property
+    def reducer_name(self) -> str | None:
+        """See Framework."""
+        return self.reducer.name if self.reducer else None
 
     @property
     def gradient_bytes(self) -> int:
@@ -165,7 +165,7 @@ class KerasFramework:
         return KerasStepResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
-        """The reducer that was chosen before, or is fastest on these batches; rehearsals leave the model as it was."""
+        """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
         changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
         before = [np.array(tensor.host_view()) for tensor in changed]
         sums: dict[int, Callable[..., Any]] = {}
@@ -174,9 +174,7 @@ class KerasFramework:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
 
-        reducer = measured_reducer(
-            self.config.reduce, self.world, self.pieces, rehearse, self.chosen_reducer, self.announce
-        )
+        reducer = self.choice.measured(self.reducers, rehearse)
         for tensor, value in zip(changed, before, strict=True):
             tensor.assign(value)
         return reducer

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Traced, Update
-from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT, totals
+from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.tensorflow_reducer import Reducer
 from hpctrain.train.clock import Phase, StepClock
 
@@ -51,7 +51,7 @@ class Judge:
             NotFinite: loss or gradient is not finite, and it is not the loss scale that is at fault.
         """
         self.clock.mark(Phase.EXCHANGE)
-        known = totals(slots.tolist())
+        known = read_slots(slots.tolist())
         divisor = known.divisor * (self.loss_scale.factor if self.loss_scale else 1.0)
         square = float(slots[SQUARE])
         self.norm = math.sqrt(square) / divisor if square >= 0 else math.nan

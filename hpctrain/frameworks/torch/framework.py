@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +31,16 @@ from hpctrain.frameworks.torch.state import (
     other_names,
     random_tensors,
 )
-from hpctrain.reduce.choice import Choice
-from hpctrain.reduce.exchange_slots import Totals
+from hpctrain.reduce.exchange_slots import ExchangeResult
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import (
     Reducer,
+    TorchReducers,
     broadcast,
-    make_reducer,
-    measured_reducer,
-    possible,
     require_same_model,
     state_of,
 )
-from hpctrain.reduce.torch_sums import pin, unpin
 from hpctrain.tasks.definition import Task
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
@@ -76,13 +74,12 @@ class TorchStepResult:
 class TorchFramework:
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
 
-    Where there is a choice, the reducer is made with the first update: ``auto`` measures on its batch. Set
-    ``chosen_reducer`` before that to keep an earlier choice, ``announce`` to hear of a new one.
+    Where the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "torch"
 
-    def __init__(self, task: Task, world: World, config: Config, clock: StepClock) -> None:
+    def __init__(self, task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """Moves the model to this rank's device and makes it equal on all ranks. Collective.
 
         Raises:
@@ -119,14 +116,15 @@ class TorchFramework:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.average_weight = 1 - (train.ema_decay or 0)
-        self.reducer: Reducer | None = None
-        self.chosen_reducer: str | None = None
-        self.announce: Callable[[Choice], None] | None = None
-        among = possible(config.reduce, world, self.model)
-        if len(among) == 1:
-            self.reducer = make_reducer(among[0], world.data, self.model, config.reduce)
-            self.chosen_reducer = self.reducer.name
+        self.choice = choice
+        self.reducers = TorchReducers(self.model, config.reduce)
+        self.reducer = choice.known(self.reducers)
         self.reseed(0)
+
+    @property
+    def reducer_name(self) -> str | None:
+        """See Framework."""
+        return self.reducer.name if self.reducer else None
 
     @property
     def gradient_bytes(self) -> int:
@@ -158,7 +156,7 @@ class TorchFramework:
 
     def _gradients(
         self, reducer: Reducer, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
-    ) -> tuple[tuple[float, float], Totals]:
+    ) -> tuple[tuple[float, float], ExchangeResult]:
         """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
         reducer.begin()
         factor = (self.scale.factor if self.scale else 1.0) / global_samples
@@ -189,7 +187,9 @@ class TorchFramework:
         totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
         return (float(loss), float(weight)), totals
 
-    def _finish_gradients(self, reducer: Reducer, totals: Totals, own_finite: bool) -> tuple[bool, float | None]:
+    def _finish_gradients(
+        self, reducer: Reducer, totals: ExchangeResult, own_finite: bool
+    ) -> tuple[bool, float | None]:
         """Divides by weights and loss scale, clips. Whether an update follows, and the norm where one was needed."""
         if self.scale is None and not math.isfinite(totals.loss):
             raise self._non_finite(own_finite)
@@ -225,16 +225,13 @@ class TorchFramework:
             copies = [{name: np.array(array) for name, array in batch.items()} for batch in micro_batches]
             self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
 
-        reducer = measured_reducer(
-            self.config.reduce, self.world, self.model, rehearse, self.chosen_reducer, self.announce
-        )
+        reducer = self.choice.measured(self.reducers, rehearse)
         for buffers, module in buffers_of:
             module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
         for buffer, value in before:
             buffer.copy_(value)
         self.holdings.load(held)
         load_random(self.device, random)
-        self.chosen_reducer = reducer.name
         return reducer
 
     def evaluate(self, batch: HostBatch) -> Sums:

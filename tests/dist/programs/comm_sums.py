@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import time
 
 import numpy as np
 
 from hpctrain.reduce import shm_allreduce
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.layout import Layout, plan
 from hpctrain.reduce.compression import CODECS
 from hpctrain.comm.group import Group
-from hpctrain.reduce.mpi_allreduce import CompressedSum, FlatSum, HostSum, OverlappedSum
-from hpctrain.reduce.shm_pieces import open_node_pieces
-from hpctrain.reduce.shm_allreduce import open_node_sum
-from hpctrain.reduce.piece_allreduce import PieceSum, open_piece_sum
-from hpctrain.reduce.ring_allreduce import RingSum
+from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
+from hpctrain.reduce.shm_pieces import open_shm_pieces
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
+from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
@@ -36,7 +38,7 @@ def terms(size: int, length: int, seed: int) -> list[np.ndarray]:
     return [np.random.default_rng([seed, rank]).standard_normal(length).astype(np.float32) for rank in range(size)]
 
 
-def check(world: World, reducer: HostSum, length: int, exact: bool = True) -> None:
+def check(world: World, reducer: HostAllreduce, length: int, exact: bool = True) -> None:
     """Many sums in a row, so that a race between them would show."""
     for seed in range(40):
         mine = terms(world.size, length, seed)
@@ -56,7 +58,7 @@ def check(world: World, reducer: HostSum, length: int, exact: bool = True) -> No
     reducer.close()
 
 
-def check_pieces(world: World, pieces: PieceSum, shapes: list[tuple[int, ...]]) -> None:
+def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, ...]]) -> None:
     """The same for pieces, which stay as they are."""
     for seed in range(40):
         ranks = [terms(world.size, size, seed) for size in [*map(math.prod, shapes), EXTRA]]
@@ -101,10 +103,31 @@ def collectives(world: World) -> None:
             raise AssertionError("nobody was there")
         except RunFailed as error:
             assert "wait for one that comes late" in str(error)
+        try:
+            world.local.meet("wait for one that comes late", timeout_s=0.2)
+            raise AssertionError("nobody was there")
+        except RunFailed as error:
+            assert f"rank 0 of {world.size} waited 0 s for the other ranks to wait for one" in str(error)
     group.barrier("go on")
     if world.rank > 0:
         world.local.barrier("arrive late")
+        world.local.meet("arrive late")
     group.barrier("end")
+
+
+def suspended(world: World) -> None:
+    """The time in which a rank is stopped, as the ranks of a suspended job are, is no part of its wait."""
+    waiting = world.local.broadcast(os.getpid(), "learn whom to stop")
+    if world.rank == 0:
+        world.local.meet("end its break", timeout_s=2.0)
+        return
+    if world.rank == 1:
+        time.sleep(0.2)
+        os.kill(waiting, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(waiting, signal.SIGCONT)
+        time.sleep(0.2)
+    world.local.meet("end the others' break")
 
 
 def across_nodes(world: World) -> None:
@@ -120,17 +143,17 @@ def across_nodes(world: World) -> None:
 
     for length in (EXTRA, 1000, 100_003):
         for ring in (False, True):
-            shared = open_node_sum(group_of(2), length, ring=ring)
+            shared = open_shm_allreduce(group_of(2), length, ring=ring)
             assert shared is not None
-            assert shared.peers is not None
+            assert shared.between is not None
             assert len(shared.parts) == 2
             check(world, shared, length)
     for shapes in PIECES:
         for ring in (False, True):
-            pieces = open_node_pieces(group_of(2), laid_out(shapes), shapes, np.float32, ring)
+            pieces = open_shm_pieces(group_of(2), laid_out(shapes), shapes, np.float32, ring)
             assert pieces is not None and pieces.between is not None
             check_pieces(world, pieces, shapes)
-    assert open_node_sum(group_of(3), 100) is None
+    assert open_shm_allreduce(group_of(3), 100) is None
 
 
 def main() -> None:
@@ -138,17 +161,18 @@ def main() -> None:
     world = connect()
     collectives(world)
     if world.size > 1:
+        suspended(world)
         for length in (EXTRA, 1000, 100_003):
-            check(world, FlatSum(world.data, length), length)
-            check(world, OverlappedSum(world.data, length), length)
-            check(world, RingSum(world.data, length), length)
-            check(world, CompressedSum(world.data, length, EXTRA, CODECS["fp16"]), length, exact=False)
-            shared = open_node_sum(world.data, length)
+            check(world, FlatAllreduce(world.data, length), length)
+            check(world, OverlappedAllreduce(world.data, length), length)
+            check(world, RingAllreduce(world.data, length), length)
+            check(world, CompressedAllreduce(world.data, length, EXTRA, CODECS["fp16"]), length, exact=False)
+            shared = open_shm_allreduce(world.data, length)
             assert shared is not None
             check(world, shared, length)
         for shapes in PIECES:
             for way in ("mpi-node", "mpi-flat"):
-                candidate, sums = open_piece_sum(
+                candidate, sums = open_piece_allreduce(
                     Candidate.parse(way), world.data, laid_out(shapes), shapes, np.float32, CODECS
                 )
                 assert candidate.name == way
@@ -158,7 +182,7 @@ def main() -> None:
         assert not [name for name in os.listdir(shm_allreduce.FOLDER) if name.startswith("hpctrain-")]
         shm_allreduce.FOLDER = "/nowhere" if world.rank == world.size - 1 else shm_allreduce.FOLDER
         shm_allreduce.FOLDER = "/nowhere" if world.rank == 0 else shm_allreduce.FOLDER
-        assert open_node_sum(world.data, 100) is None
+        assert open_shm_allreduce(world.data, 100) is None
     print(f"rank {world.rank} of {world.size}: right")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.reduce.choice import EVERY_CANDIDATE, Candidate
+from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
 from hpctrain.comm.group import Group
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import open_reducer

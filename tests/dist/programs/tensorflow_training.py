@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hpctrain.reduce.tensorflow_reducer import NoReducer
 from hpctrain.comm.world import World, connect
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.train.framework import NonFiniteLoss
+from tests.support.choices import NoExchange
 from tests.support.tensorflow_tasks import (
     cut,
     global_batches,
@@ -46,9 +46,7 @@ def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: A
 
 def sabotaged(world: World) -> dict[str, Any]:
     """Without the exchange, everything else as it is."""
-    framework = make_framework(world, kind="mpi" if world.size > 1 else "none")
-    framework.close()
-    framework.reducer = NoReducer()
+    framework = make_framework(world, choice=NoExchange)
     return outcome(framework, train(framework, STEPS))
 
 

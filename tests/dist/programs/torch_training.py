@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.reduce.torch_reducer import NoReducer
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
+from tests.support.choices import NoExchange
 from tests.support.torch_tasks import (
     Words,
     cut,
@@ -59,9 +60,7 @@ def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: A
 
 def sabotaged(world: World) -> dict[str, Any]:
     """Without the exchange, everything else as it is."""
-    framework = make_framework(world, reduce={"kind": "mpi"})
-    framework.close()
-    framework.reducer = NoReducer(list(framework.model.named_parameters()))
+    framework = make_framework(world, choice=NoExchange)
     return outcome(framework, train(framework, STEPS))
 
 
@@ -167,9 +166,8 @@ def rehearsed(world: World) -> dict[str, Any]:
     """A measured choice leaves no trace in what is trained: noise and statistics are put back."""
     losses = []
     for way in (None, "mpi-node"):
-        framework = make_framework(world, model=noisy_model, way=way)
-        choices: list[Any] = []
-        framework.announce = choices.append
+        choices: list[Choice] = []
+        framework = make_framework(world, noisy_model, way=way, choice=partial(ReducerChoice, record=choices.append))
         losses.append(train(framework, 5))
         framework.close()
         if way is None:

@@ -27,7 +27,7 @@ def test_a_world_of_one_needs_no_mpi() -> None:
     world = alone()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes) == (0, 1, 0, 1, 0, 1)
     assert world.data.allgather({"a": 1}, "gather") == [{"a": 1}]
-    assert world.model.broadcast("x", "broadcast") == "x"
+    assert world.data.broadcast("x", "broadcast") == "x"
 
 
 def test_without_mpi4py_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

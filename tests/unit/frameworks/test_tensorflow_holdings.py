@@ -16,6 +16,7 @@ from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.train.state import Placement
+from tests.support.choices import Rehearsed
 from tests.support.tensorflow_tasks import make_framework, mean_loss, train
 
 Batch = Mapping[str, tf.Tensor]
@@ -169,17 +170,9 @@ def test_a_state_that_has_no_place_any_more_is_told() -> None:
         make_framework(alone()).load(arrays)
 
 
-def test_rehearsals_leave_the_state_of_a_loss_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsals_leave_the_state_of_a_loss_as_it_was() -> None:
     wanted = train(make_framework(alone(), loss=Annealed()), 3)
-    measured = make_framework(alone(), loss=Annealed())
-    reducer, measured.reducer = measured.reducer, None
-
-    def rehearsed(config: Any, world: Any, flat: Any, rehearse: Callable[[Any], None], *others: Any) -> Any:
-        rehearse(reducer)
-        return reducer
-
-    monkeypatch.setattr("hpctrain.frameworks.tensorflow.framework.measured_reducer", rehearsed)
-    assert train(measured, 3) == wanted
+    assert train(make_framework(alone(), loss=Annealed(), choice=Rehearsed), 3) == wanted
 
 
 def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks() -> None:

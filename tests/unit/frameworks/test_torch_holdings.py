@@ -26,11 +26,12 @@ from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.frameworks.torch.holdings import value_of
-from hpctrain.reduce.torch_reducer import NoReducer
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import Plan
 from hpctrain.train.state import Placement, TrainState
+from tests.support.choices import Rehearsed
 from tests.support.torch_tasks import make_framework, mean_loss, plain_model, samples, sgd, train
 
 Optimizer = torch.optim.Optimizer
@@ -536,22 +537,13 @@ def test_extra_state_that_cannot_be_put_back_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "extra state of the model"])
-def test_rehearsals_leave_the_state_of_a_loss_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> TorchFramework:
+def test_rehearsals_leave_the_state_of_a_loss_as_it_was(name: str) -> None:
+    def make(choice: type[ReducerChoice]) -> TorchFramework:
         if name in LOSSES:
-            return make_framework(alone(), loss=LOSSES[name]())
-        return make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()))
+            return make_framework(alone(), loss=LOSSES[name](), choice=choice)
+        return make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()), choice=choice)
 
-    def rehearsed(config: Any, world: Any, model: nn.Module, rehearse: Callable[[Any], None], *others: Any) -> Any:
-        reducer = NoReducer(list(model.named_parameters()))
-        rehearse(reducer)
-        return reducer
-
-    wanted = train(make(), 3)
-    monkeypatch.setattr("hpctrain.frameworks.torch.framework.measured_reducer", rehearsed)
-    measured = make()
-    measured.reducer = None
-    assert train(measured, 3) == wanted
+    assert train(make(Rehearsed), 3) == train(make(ReducerChoice), 3)
 
 
 def test_state_that_cannot_be_saved_is_told_after_two_steps(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from hpctrain.frameworks.loss_scale import GROWTH_STEPS, INITIAL, LossScale
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.frameworks.torch.state import TorchTensor, digest
 from hpctrain.reduce.torch_horovod import unfit
-from hpctrain.reduce.torch_reducer import NoReducer
 from hpctrain.train.state import Placement
+from tests.support.choices import Rehearsed
 from tests.support.torch_tasks import make_framework, noisy_model, plain_model, samples, sgd, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -189,23 +189,13 @@ def test_equal_weights_have_equal_hashes_in_any_memory_format() -> None:
     assert digest([image]) != digest([image + 1])
 
 
-def test_rehearsals_leave_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsals_leave_the_batch_as_it_was() -> None:
     def scaled_in_place(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         outputs: torch.Tensor = model(batch["x"].mul_(0.5))
         return outputs
 
-    def rehearsed(config, world, model, rehearse, *others):
-        reducer = NoReducer(list(model.named_parameters()))
-        rehearse(reducer)
-        rehearse(reducer)
-        return reducer
-
-    plain = make_framework(alone(), forward=scaled_in_place)
-    wanted = train(plain, 1)
-    monkeypatch.setattr("hpctrain.frameworks.torch.framework.measured_reducer", rehearsed)
-    measured = make_framework(alone(), forward=scaled_in_place)
-    measured.reducer = None
-    assert train(measured, 1) == wanted
+    wanted = train(make_framework(alone(), forward=scaled_in_place), 1)
+    assert train(make_framework(alone(), forward=scaled_in_place, choice=Rehearsed), 1) == wanted
 
 
 def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_environment() -> None:
@@ -350,17 +340,10 @@ class Centred(nn.Module):
         return self.inner(x - self.mean)
 
 
-def test_rehearsals_put_back_buffers_that_forward_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rehearsed(config: Any, world: Any, model: nn.Module, rehearse: Callable[[Any], None], *others: Any) -> Any:
-        reducer = NoReducer(list(model.named_parameters()))
-        rehearse(reducer)
-        return reducer
-
+def test_rehearsals_put_back_buffers_that_forward_replaces() -> None:
     plain = make_framework(alone(), model=Centred)
     wanted = train(plain, 2)
-    monkeypatch.setattr("hpctrain.frameworks.torch.framework.measured_reducer", rehearsed)
-    measured = make_framework(alone(), model=Centred)
-    measured.reducer = None
+    measured = make_framework(alone(), model=Centred, choice=Rehearsed)
     assert train(measured, 2) == wanted
     assert torch.equal(measured.model.mean, plain.model.mean)
 

@@ -65,7 +65,7 @@ class Doubled:
         self.kept: list[NDArray[Any]] = []
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceSum."""
+        """See PieceAllreduce."""
         self.seen.append(len(pieces))
         self.kept = self.kept or [np.empty_like(piece) for piece in pieces]
         for kept, piece in zip(self.kept, pieces, strict=True):

@@ -35,8 +35,8 @@ class LeastSquares:
     """y = x w, by gradient descent."""
 
     name = "numpy"
-    chosen_reducer: str | None = None
-    announce = None
+    reducer_name = "none"
+    gradient_bytes = 12
 
     def __init__(self) -> None:
         self.weights = np.zeros(3)

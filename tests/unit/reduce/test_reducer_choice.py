@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import World
+from hpctrain.comm.world import World, alone
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
-from hpctrain.reduce.choice import EVERY_CANDIDATE, Candidate, Surroundings, candidates, choose, fastest, look_around
+from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate, Surroundings, candidates, look_around
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice, choose, fastest
 
 NODE = Surroundings(ranks=4, nodes=1, shared_memory=True, horovod=True, gpu=False)
 CLUSTER = Surroundings(ranks=4, nodes=2, shared_memory=False, horovod=True, gpu=False)
@@ -141,7 +143,60 @@ def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
     for rank, local_size in enumerate(local_sizes):
         data, local = Together(everywhere, rank), Group("local")
         local.size = local_size
-        world = World(data, data, Group("model"), Group("pipeline"), local, node=rank // 2, nodes=2, host="a")
+        world = World(data, data, local, node=rank // 2, nodes=2, host="a")
         around = look_around(ReduceConfig(), world, False, lambda rank=rank: rank > 0)
         found.append(names(ReduceConfig(), around))
     assert found[0] == found[1] == found[2] == ["mpi-ring", "mpi-flat", "mpi-overlap"]
+
+
+class Named:
+    """A reducer of this name."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.name = candidate.name
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Several:
+    """What may be chosen from, whatever is asked for."""
+
+    def __init__(self, *names: str) -> None:
+        self.among = [Candidate.parse(name) for name in names]
+        self.opened: list[Named] = []
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return self.among
+
+    def open(self, candidate: Candidate, group: Group) -> Named:
+        self.opened.append(Named(candidate))
+        return self.opened[-1]
+
+
+def slow_unless_flat(reducer: Named) -> None:
+    time.sleep(0 if reducer.name == "mpi-flat" else 0.003)
+
+
+def test_one_candidate_is_taken_whatever_was_chosen_before() -> None:
+    choice = ReducerChoice(ReduceConfig(), alone(), kept="mpi-node")
+    reducer = choice.known(Several("mpi-flat"))
+    assert reducer is not None and reducer.name == "mpi-flat"
+
+
+def test_an_earlier_choice_is_kept_without_measuring() -> None:
+    told: list[Choice] = []
+    choice = ReducerChoice(ReduceConfig(), alone(), kept="mpi-node", record=told.append)
+    reducer = choice.reducer(Several("mpi-flat", "mpi-node"), slow_unless_flat)
+    assert (reducer.name, told) == ("mpi-node", [])
+
+
+def test_a_new_choice_is_measured_and_told_and_the_others_are_closed() -> None:
+    told: list[Choice] = []
+    reducers = Several("mpi-node", "mpi-flat")
+    choice = ReducerChoice(ReduceConfig(), alone(), record=told.append)
+    assert choice.known(reducers) is None
+    reducer = choice.measured(reducers, slow_unless_flat)
+    assert reducer.name == "mpi-flat" and told[0].to_event()["reducer"] == "mpi-flat"
+    assert [one for one in reducers.opened if one.is_open] == [reducer]

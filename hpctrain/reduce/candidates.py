@@ -1,20 +1,12 @@
-"""Which way of summing gradients is fastest here: measured on the real model, before the first update.
-
-Candidates take turns in rehearsals: forward, backward and exchange on real data without an update, after which the
-model is as before. So what is trained never depends on what was measured, only on the choice; and a run that keeps its
-choice on resume ends with the same bits.
-"""
+"""Which ways of summing gradients over ranks there are, and which of them come into question."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
@@ -148,93 +140,3 @@ def _feasible(candidate: Candidate) -> Candidate:
     if candidate.kind == "mpi" and candidate.compression != "none":
         return Candidate("mpi", "flat", candidate.compression)
     return candidate
-
-
-class Rehearsal(Protocol):
-    """Steps without an update, one candidate at a time."""
-
-    def open(self, candidate: Candidate) -> None:
-        """Makes the candidate ready."""
-
-    def run(self) -> None:
-        """Forward, backward, exchange; returns when the sums are there."""
-
-    def close(self) -> None:
-        """Ends the candidate's threads and frees its memory."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and why."""
-
-    candidate: Candidate
-    seconds: dict[str, float]
-    """Median time of a rehearsed step by candidate, on the slowest rank."""
-
-    def to_event(self) -> dict[str, Any]:
-        """JSON-able, for the run folder."""
-        return {
-            "reducer": self.candidate.name,
-            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
-        }
-
-
-PASSES = 3
-MOST_RUNS = 8
-BUDGET_S = 10.0
-HOPELESS = 1.6
-"""Times the fastest from which on a candidate has no second turn: the others are measured the longer."""
-ADVANTAGE = 0.02
-"""A later candidate has to be this much faster than an earlier one to be taken in its place."""
-
-
-def choose(
-    among: Sequence[Candidate], rehearsal: Rehearsal, group: Group, now: Callable[[], float] = time.perf_counter
-) -> Choice:
-    """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
-
-    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate where those are slower.
-    """
-    kept: dict[str, list[float]] = {}
-    left, runs = list(among), 1
-    for turn in range(PASSES if len(among) > 1 else 0):
-        times = {candidate.name: rehearse(candidate, rehearsal, 1 + runs, now) for candidate in left}
-        for name, seconds in times.items():
-            kept.setdefault(name, []).extend(seconds[1:])  # the first run makes ready
-        if turn == 0:
-            # The better one of both runs: a hiccup drops no candidate.
-            least = slowest_rank(group, {name: min(seconds) for name, seconds in times.items()})
-            left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
-            turn_s = max(sum(least[candidate.name] for candidate in left), 1e-6)
-            runs = min(MOST_RUNS, int(BUDGET_S / (PASSES - 1) / turn_s) - 1)
-            if runs < 1 or len(left) == 1:
-                break
-    medians = slowest_rank(group, {name: statistics.median(seconds) for name, seconds in kept.items()})
-    return Choice(fastest(left, medians), medians)
-
-
-def rehearse(candidate: Candidate, rehearsal: Rehearsal, runs: int, now: Callable[[], float]) -> list[float]:
-    """Seconds of each of a candidate's steps in one turn."""
-    rehearsal.open(candidate)
-    times = []
-    for _ in range(runs):
-        begin = now()
-        rehearsal.run()
-        times.append(now() - begin)
-    rehearsal.close()
-    return times
-
-
-def slowest_rank(group: Group, seconds: dict[str, float]) -> dict[str, float]:
-    """The maximum over ranks of each time; collective."""
-    everywhere = group.allgather(seconds, "compare reducers")
-    return {name: max(rank[name] for rank in everywhere) for name in seconds}
-
-
-def fastest(among: Sequence[Candidate], seconds: dict[str, float]) -> Candidate:
-    """The first candidate that no later one beats clearly."""
-    best = among[0]
-    for candidate in among[1:]:
-        if seconds[candidate.name] < seconds[best.name] * (1 - ADVANTAGE):
-            best = candidate
-    return best

@@ -1,4 +1,4 @@
-"""Sums of several host arrays over the ranks of a group."""
+"""Sums in host memory by the name of a candidate: of one flat buffer, or of several arrays that travel together."""
 
 from __future__ import annotations
 
@@ -9,15 +9,42 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import Codec
+from hpctrain.reduce.exchange_slots import SLOTS
 from hpctrain.reduce.layout import Layout
-from hpctrain.reduce.mpi_allreduce import HostSum
-from hpctrain.reduce.open_mpi_sum import open_mpi_sum
-from hpctrain.reduce.shm_pieces import open_node_pieces, with_square
+from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
+from hpctrain.reduce.ring_allreduce import RingAllreduce
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce
+from hpctrain.reduce.shm_pieces import open_shm_pieces, with_square
 
 
-class PieceSum(Protocol):
+def open_host_allreduce(
+    candidate: Candidate, group: Group, length: int, dtype: DTypeLike, codecs: Mapping[str, Codec]
+) -> tuple[Candidate, HostAllreduce]:
+    """The sum that a candidate of kind mpi names, and what it is: one flat message if ranks cannot share memory.
+
+    Collective over the group.
+
+    Args:
+        candidate: what was chosen.
+        group: the ranks.
+        length: elements of the buffer, the slots of exchange_slots.py at its end.
+        dtype: of the buffer.
+        codecs: 16-bit forms by the name of a compression.
+    """
+    if candidate.compression != "none":
+        return candidate, CompressedAllreduce(group, length, SLOTS, codecs[candidate.compression])
+    if candidate.way == "overlap":
+        return candidate, OverlappedAllreduce(group, length, dtype)
+    ring = candidate.way == "ring"
+    shared = open_shm_allreduce(group, length, dtype, ring) if ring or candidate.way == "node" else None
+    if shared or ring:
+        return candidate, shared or RingAllreduce(group, length, dtype)
+    return Candidate("mpi", "flat"), FlatAllreduce(group, length, dtype)
+
+
+class PieceAllreduce(Protocol):
     """Sums arrays over the ranks. Every rank makes the same calls in the same order."""
 
     dtype: np.dtype[Any]
@@ -36,7 +63,7 @@ class PieceSum(Protocol):
 class BufferedPieces:
     """Through the flat buffer of a host sum."""
 
-    def __init__(self, host: HostSum, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, host: HostAllreduce, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         self.host = host
         self.dtype = host.buffer.dtype
         self.views = [
@@ -47,7 +74,7 @@ class BufferedPieces:
         self.close = host.close
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceSum."""
+        """See PieceAllreduce."""
         for view, piece in zip([*self.views, self.slots], pieces, strict=True):
             np.copyto(view, piece)
         self.host.start(0, len(self.host.buffer))
@@ -56,17 +83,15 @@ class BufferedPieces:
         return [*self.views, with_square(self.slots, sum(float(np.dot(part, part)) for part in flat))]
 
 
-def open_piece_sum(
+def open_piece_allreduce(
     candidate: Candidate,
     group: Group,
     layout: Layout,
     shapes: Sequence[tuple[int, ...]],
     dtype: DTypeLike,
     codecs: Mapping[str, Codec],
-) -> tuple[Candidate, PieceSum]:
-    """The sum that a candidate of kind mpi names, and what it is: where ranks cannot share memory, one flat message.
-
-    Collective over the group.
+) -> tuple[Candidate, PieceAllreduce]:
+    """The same for several arrays.
 
     Args:
         candidate: what was chosen.
@@ -77,8 +102,8 @@ def open_piece_sum(
         codecs: 16-bit forms by the name of a compression.
     """
     if candidate.way in ("node", "ring"):
-        shared = open_node_pieces(group, layout, shapes, dtype, ring=candidate.way == "ring")
+        shared = open_shm_pieces(group, layout, shapes, dtype, ring=candidate.way == "ring")
         if shared is not None:
             return candidate, shared
-    candidate, host = open_mpi_sum(candidate, group, layout.length, dtype, codecs)
+    candidate, host = open_host_allreduce(candidate, group, layout.length, dtype, codecs)
     return candidate, BufferedPieces(host, layout, shapes)

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.choice import Candidate
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.host_allreduce import open_host_allreduce
 from hpctrain.reduce.layout import Layout
-from hpctrain.reduce.mpi_allreduce import HostSum
-from hpctrain.reduce.open_mpi_sum import open_mpi_sum
+from hpctrain.reduce.mpi_allreduce import HostAllreduce
 
 
-class TensorSum(Protocol):
+class TensorAllreduce(Protocol):
     """Sums ``flat`` over the ranks, in place. Every rank makes the same calls in the same order."""
 
     flat: Tensor
@@ -32,10 +32,10 @@ class TensorSum(Protocol):
         """Ends threads, frees communicators."""
 
 
-class HostTensorSum:
+class HostTensorAllreduce:
     """A host sum for tensors on the CPU: they are the same memory."""
 
-    def __init__(self, host: HostSum) -> None:
+    def __init__(self, host: HostAllreduce) -> None:
         self.host = host
         self.flat = torch.from_numpy(host.buffer)
         self.start = host.start
@@ -43,10 +43,10 @@ class HostTensorSum:
         self.close = host.close
 
 
-class StagedTensorSum:
+class StagedTensorAllreduce:
     """A host sum for tensors on a GPU: through page-locked memory, each part as soon as it is ready."""
 
-    def __init__(self, host: HostSum, device: torch.device) -> None:
+    def __init__(self, host: HostAllreduce, device: torch.device) -> None:
         self.host = host
         self.staging = torch.from_numpy(host.buffer)
         pin(self.staging)
@@ -55,7 +55,7 @@ class StagedTensorSum:
         self.copies: list[tuple[int, int, torch.cuda.Event]] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See TensorSum."""
+        """See TensorAllreduce."""
         self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         with torch.cuda.stream(self.stream):
             self.staging[begin:end].copy_(self.flat[begin:end], non_blocking=True)
@@ -64,7 +64,7 @@ class StagedTensorSum:
         self.copies.append((begin, end, done))
 
     def finish(self) -> None:
-        """See TensorSum."""
+        """See TensorAllreduce."""
         for begin, end, done in self.copies:  # the first travel while the last are being copied
             done.synchronize()
             self.host.start(begin, end)
@@ -73,7 +73,7 @@ class StagedTensorSum:
         self.flat.copy_(self.staging, non_blocking=True)
 
     def close(self) -> None:
-        """See TensorSum."""
+        """See TensorAllreduce."""
         torch.cuda.synchronize(self.flat.device)
         unpin(self.staging.data_ptr())
         self.host.close()
@@ -109,9 +109,11 @@ class TorchCodec:
 CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
 
 
-def mpi_sum(
+def open_tensor_allreduce(
     candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
-) -> tuple[Candidate, TensorSum]:
+) -> tuple[Candidate, TensorAllreduce]:
     """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message in its place."""
-    candidate, host = open_mpi_sum(candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS)
-    return candidate, HostTensorSum(host) if device.type == "cpu" else StagedTensorSum(host, device)
+    candidate, host = open_host_allreduce(
+        candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS
+    )
+    return candidate, HostTensorAllreduce(host) if device.type == "cpu" else StagedTensorAllreduce(host, device)
