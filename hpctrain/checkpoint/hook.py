@@ -210,7 +210,7 @@ class CheckpointHook(BaseHook):
         path = str(outcome.path)
         if outcome.error:
             self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
-            return outcome.path_or_raise() if outcome.is_hopeless or outcome.is_replaced else outcome
+            return outcome.path_or_raise() if outcome.is_final else outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}

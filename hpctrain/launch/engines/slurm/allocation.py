@@ -64,8 +64,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
-    failed: list[str] = []
-    fix = ""
+    failed: list[tuple[Launcher, Problem]] = []
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
@@ -74,10 +73,10 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         if fatal is None:
             return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
-            raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
-        failed.append(f"{launcher.describe()}: {fatal.what}")
-        fix = fix or fatal.fix
-    raise UserError(f"preflight: {'; '.join(failed)}", fix)
+            raise NoRequeue(f"preflight: {fatal.what}", fatal.fix, fatal.code)
+        failed.append((launcher, fatal))
+    what = "; ".join(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed)
+    raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
 
 
 def launchers(config: Config, job: Job) -> list[Launcher]:
