@@ -1,7 +1,7 @@
 """One live run a folder: a lock that names its holder, works without flock, and is taken over from the dead.
 
 It keeps two live runs apart. That none of them writes once it has lost the lock is the matter of the fence between
-attempts (``RunDir.check_fence``).
+attempts (``Attempts.check_fence``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import Code, Replaced, RunFailed, UserError
-from hpctrain.run.folder import RunDir, Tickets, create_exclusively, write_atomically
+from hpctrain.run.folder import RunDir, create_exclusively, write_atomically
+from hpctrain.run.tickets import Tickets
 from hpctrain.system import safe_read
 from hpctrain.system.json_shape import is_count, is_time, typed
 from hpctrain.system.processes import birth, is_alive, machine

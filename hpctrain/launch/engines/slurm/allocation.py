@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
@@ -22,6 +21,8 @@ from hpctrain.launch.engines.slurm.preflight import Expected, Problem
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python
 
@@ -60,7 +61,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     """
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
-        skip_steps(PMIX_STEPS * unclean(run.attempts()[:-1], job.id))
+        skip_steps(PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
@@ -97,11 +98,11 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
     return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour)
 
 
-def unclean(attempts: Sequence[Mapping[str, Any]], job: str) -> int:
+def unclean(attempts: Sequence[Attempt], job: str) -> int:
     """Earlier attempts of this job after which something of its steps may lie around on a node."""
     clean = (ExitCode.DONE, ExitCode.STOPPED)
-    ours = [dict(attempt.get("verdict") or {}) for attempt in attempts if attempt.get("job") == job]
-    return sum(verdict.get("exit_code") not in clean or verdict.get("cause") is not None for verdict in ours)
+    verdicts = [attempt.verdict for attempt in attempts if attempt.job == job]
+    return sum(verdict is None or verdict.exit_code not in clean or verdict.cause is not None for verdict in verdicts)
 
 
 def skip_steps(number: int) -> None:

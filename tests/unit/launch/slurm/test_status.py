@@ -12,6 +12,7 @@ from hpctrain.cli import main
 from hpctrain.commands import slurm_end, slurm_status
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, logs, status, submission
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
@@ -68,7 +69,7 @@ def test_without_slurm_the_folder_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path)
-    run.begin_attempt()
+    Attempts(run).begin()
     submission.record(run, submission.Submitted("12", 0.0, "/"))
     monkeypatch.setenv("PATH", "")
     assert main(["status", str(tmp_path)]) == 0
