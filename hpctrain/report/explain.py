@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.errors import Code, ExitCode
+from hpctrain.errors import Code
 from hpctrain.report.summary import phase_share, state
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.decision import blame
 from hpctrain.run.events import Event
 from hpctrain.run.history import RunData
 from hpctrain.run.last_words import AttemptWords
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Verdict
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
@@ -108,9 +108,7 @@ def newest_failure(data: RunData) -> Verdict | None:
         return None
     words = data.words.get(attempt.number)
     verdict = attempt.verdict or (words and (words.verdict or _own_verdict(words)))
-    if not verdict or verdict.action in (Action.DONE, Action.STOP):
-        return None
-    return None if verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED) else verdict
+    return verdict if verdict and verdict.is_failure else None
 
 
 def _own_verdict(words: AttemptWords) -> Verdict | None:

@@ -63,6 +63,12 @@ class Verdict:
             return self.code.value
         return None if self.code in (*ORDERLY, Code.UNKNOWN) else "error"
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether the attempt did not end as planned or on request."""
+        is_stop = self.action in (Action.DONE, Action.STOP)
+        return not is_stop and self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+
     def to_json(self) -> dict[str, Any]:
         """For run.json and the last words."""
         return {

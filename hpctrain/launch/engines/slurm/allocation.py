@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config.sections import Config
-from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import client, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
@@ -161,9 +161,8 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
     code, output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
-    if "hpctrain: " in output:
-        what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
-        raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
+    if told := preflight.reports(output.splitlines(), stage.MARK):
+        raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:
         foreign_text.show(output, sys.stderr)
         why = last_line(output) or f"it ended with code {code}"

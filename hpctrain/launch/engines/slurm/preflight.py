@@ -43,12 +43,12 @@ class Problem:
     code: Code = Code.PREFLIGHT
 
 
-def reports(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The probes' reports among whatever else the ranks printed."""
+def reports(lines: Iterable[str], mark: str = MARK) -> list[dict[str, Any]]:
+    """The probes' reports, or those of other programs of ours, among whatever else the ranks printed."""
     found = []
     for line in lines:
-        _, mark, rest = line.partition(MARK)
-        if mark:
+        _, is_ours, rest = line.partition(mark)
+        if is_ours:
             try:
                 found.append(json.JSONDecoder().raw_decode(rest)[0])
             except ValueError:
