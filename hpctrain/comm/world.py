@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.group import Group
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import Code, MissingExtra, UserError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -100,6 +100,7 @@ def connect(expected: int | None = None) -> World:
         raise UserError(
             f"the launcher started {expected} ranks but MPI sees {world.size}: the ranks do not find each other",
             "start them with the mpirun (or srun --mpi type) of the MPI that mpi4py uses; hpctrain doctor names it",
+            Code.SINGLETONS,
         )
     return world
 

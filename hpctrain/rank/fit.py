@@ -13,6 +13,7 @@ from hpctrain.monitor.rank.session import start as start_monitor
 from hpctrain.rank import wiring
 from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
@@ -93,13 +94,13 @@ def reducer_choice(config: ReduceConfig, world: World, run_dir: RunDir, warn: Ca
     """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept. Collective."""
     saved: dict[str, Any] = {}
     if world.rank == 0:
-        saved = run_dir.info().get("reducer") or {}
+        saved = Attempts(run_dir).info().get("reducer") or {}
     saved = world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
 
     def record(choice: Choice) -> None:
         if world.rank == 0:
             try:
-                run_dir.update(reducer={"ranks": world.size, **choice.to_event()})
+                Attempts(run_dir).update(reducer={"ranks": world.size, **choice.to_event()})
             except RunFailed as error:
                 warn(f"{error.what}; training continues, a resumed run measures its reducers again")
 
