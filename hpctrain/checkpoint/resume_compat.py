@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, ScheduleConfig
 from hpctrain.errors import UserError
 
 DECISIVE = (
@@ -30,8 +30,23 @@ DECISIVE = (
 """Keys of the run file that change what is computed. The global batch and the data are compared as resolved."""
 LENGTH = ("train.epochs", "train.steps")
 """Keys that a longer run changes; decisive only where the learning rate depends on the run's end."""
-ENDLESS = ("constant", "step")
+ENDLESS = ("constant", "step", "exponential", "restarts", "plateau")
 """Schedules that do not depend on the run's end."""
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, lists for tuples, as JSON would give them back."""
+    result: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+SCHEDULE = flat(dataclasses.asdict(ScheduleConfig()), "schedule.")
+"""Keys that an earlier version may lack, and what it did."""
 
 
 def identity_of(config: Config, global_batch: int, fingerprint: str) -> dict[str, Any]:
@@ -50,20 +65,9 @@ def finite(value: Any, instead: Any) -> Any:
     return instead if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, lists for tuples, as JSON would give them back."""
-    result: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return result
-
-
 def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's identity that a resumed run must share, by dotted key."""
-    values = flat(identity["config"])
+    values = SCHEDULE | flat(identity["config"])
     keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
     chosen = {key: values[key] for key in values if any(f"{key}.".startswith(f"{one}.") for one in keys)}
     if "task" in chosen:
