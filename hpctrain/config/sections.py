@@ -278,6 +278,9 @@ class CheckpointConfig:
     """Check at each save that what is declared replicated is equal on all ranks (debugging)."""
     init_from: str | None = None
     """Run folder, checkpoint or safetensors file whose weights the model starts from (fine-tuning)."""
+    accept: tuple[str, ...] = ()
+    """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
+    train.epochs. On the command line: --accept KEY."""
 
     def __post_init__(self) -> None:
         for key in ("every_steps", "every_epochs", "keep_last", "keep_every_steps"):

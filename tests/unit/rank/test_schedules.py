@@ -199,3 +199,16 @@ def test_the_reported_factor_is_that_of_the_last_update(tmp_path: Path) -> None:
     factors = [event["lr"] for event in events(tmp_path, "train")]
     assert factors == pytest.approx([0.7 ** (step // 5) for step in range(STEPS)])
     assert not any(math.isnan(factor) for factor in factors)
+
+
+def test_a_longer_run_is_accepted_and_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(CONFIG, schedule=ScheduleConfig(kind="linear"))
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=40))
+    attempt(tmp_path, config)
+    with pytest.raises(UserError, match=r"train\.steps was 20 and is 40 \(schedule.kind linear ends with the run"):
+        attempt(tmp_path, longer)
+    accepted = dataclasses.replace(longer, checkpoint=CheckpointConfig(interval="none", accept=("train.epochs",)))
+    rates = attempt(tmp_path, accepted)
+    assert [rates.used[step][0][0] for step in (20, 30)] == pytest.approx([0.01, 0.005])
+    assert "not the run that was saved, as accepted: train.steps was 20 and is 40" in capfd.readouterr().out
+    attempt(tmp_path, longer)  # what is saved by now is the longer run
