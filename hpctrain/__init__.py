@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpctrain.reduce.torch_reducer import Reducer as TorchReducer
     from hpctrain.reduce.torch_reducer import broadcast as torch_broadcast
     from hpctrain.reduce.torch_reducer import measured_reducer as torch_reducer
-    from hpctrain.tasks.definition import KerasTask, TorchTask
+    from hpctrain.tasks.definition import KerasTask, TorchScheduler, TorchTask
     from hpctrain.track.sink import Sink
     from hpctrain.train.framework import StepResult
     from hpctrain.train.hooks import BaseHook, Hook, StopReason
@@ -80,6 +80,7 @@ _HOMES = {
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
     "TorchReducer": "hpctrain.reduce.torch_reducer:Reducer",
+    "TorchScheduler": "hpctrain.tasks.definition:TorchScheduler",
     "TorchTask": "hpctrain.tasks.definition:TorchTask",
     "TrainState": "hpctrain.train.state:TrainState",
     "Trainer": "hpctrain.train.loop:Trainer",
@@ -129,6 +130,7 @@ __all__ = [
     "StepResult",
     "StopReason",
     "TorchReducer",
+    "TorchScheduler",
     "TorchTask",
     "TrainState",
     "Trainer",

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
-from hpctrain.checkpoint.resume_compat import config_hash, identity_of
+from hpctrain.checkpoint.resume_compat import config_hash, differences, identity_of, in_words
 from hpctrain.checkpoint.saver import Outcome, Saver
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.world import World
@@ -107,6 +107,8 @@ class CheckpointHook(BaseHook):
             self.saver.protected |= best_steps(self.store)
             rejected = [dataclasses.asdict(one) for one in loaded.rejected]
             self._report("resumed", loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected)
+            if accepted := differences(loaded.meta["identity"], self.identity):
+                self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
             self._say(f"state of hook {name} is left out: this run has none" for name in restore(self.hooks, loaded))
         elif self.config.init_from:
             match = load_initial(self.config.init_from, training.framework)

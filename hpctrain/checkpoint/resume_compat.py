@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, ScheduleConfig
 from hpctrain.errors import UserError
 
 DECISIVE = (
@@ -30,8 +30,25 @@ DECISIVE = (
 """Keys of the run file that change what is computed. The global batch and the data are compared as resolved."""
 LENGTH = ("train.epochs", "train.steps")
 """Keys that a longer run changes; decisive only where the learning rate depends on the run's end."""
-ENDLESS = ("constant", "step")
+DATA = ("global batch", "training data")
+"""What a position in the data means depends on; never accepted when changed."""
+ENDLESS = ("constant", "step", "exponential", "restarts", "plateau")
 """Schedules that do not depend on the run's end."""
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, lists for tuples, as JSON would give them back."""
+    result: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+SCHEDULE = flat(dataclasses.asdict(ScheduleConfig()), "schedule.")
+"""Keys that an earlier version may lack, and what it did."""
 
 
 def identity_of(config: Config, global_batch: int, fingerprint: str) -> dict[str, Any]:
@@ -50,20 +67,9 @@ def finite(value: Any, instead: Any) -> Any:
     return instead if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, lists for tuples, as JSON would give them back."""
-    result: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return result
-
-
 def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's identity that a resumed run must share, by dotted key."""
-    values = flat(identity["config"])
+    values = SCHEDULE | flat(identity["config"])
     keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
     chosen = {key: values[key] for key in values if any(f"{key}.".startswith(f"{one}.") for one in keys)}
     if "task" in chosen:
@@ -89,18 +95,42 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
+def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
+    """Differences, for a message."""
+    return "; ".join(f"{key} was {before!r} and is {after!r}" for key, before, after in found)
+
+
+def length_as_one(key: str) -> str:
+    """Epochs and steps are two ways to say one thing."""
+    return LENGTH[0] if key in LENGTH else key
+
+
+def is_accepted(key: str, accepted: Iterable[str]) -> bool:
+    """Whether a difference in a key, or in the section that holds it, is one that the user accepts."""
+    return key not in DATA and any(f"{length_as_one(key)}.".startswith(f"{length_as_one(one)}.") for one in accepted)
+
+
 def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Raises UserError, showing the differences, where a run file asks for another run than the checkpoint's.
+
+    Differences that the run file accepts (``checkpoint.accept``) are none.
 
     Args:
         saved, now: identities: ``config`` (the run file as a dict), ``global_batch``, ``data`` (fingerprint).
         where: the checkpoint, for the message.
     """
-    found = differences(saved, now)
+    accepted = (now["config"].get("checkpoint") or {}).get("accept") or ()
+    found = [each for each in differences(saved, now) if not is_accepted(each[0], accepted)]
     if not found:
         return
-    shown = "; ".join(f"{key} was {before!r} and is {after!r}" for key, before, after in found)
+    shown = in_words(found)
     fix = "restore the run file, give the run another name, or begin again with --fresh"
+    if any(key in LENGTH for key, _, _ in found):
+        kind = now["config"]["schedule"]["kind"]
+        shown += f" (schedule.kind {kind} ends with the run, so that a longer one would have had other rates all along)"
+    if all(key not in DATA for key, _, _ in found):
+        flags = " ".join(f"--accept {key}" for key in dict.fromkeys(length_as_one(key) for key, _, _ in found))
+        fix += f"; to go on all the same, with what the run file says from here on: {flags}"
     if any(key == "global batch" for key, _, _ in found):
         old = saved["global_batch"]
         fix = f"set train.global_batch to {old}, which any number of ranks up to {old} can share; or begin with --fresh"

@@ -19,6 +19,9 @@ from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, convert
 from hpctrain.errors import UserError
 from hpctrain.system import bounded_yaml, safe_read
 
+ACCEPT = "accept"
+"""An option that adds to checkpoint.accept: ``--accept train.epochs``."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run file.
@@ -32,7 +35,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     values, lines = _read_file(Path(path))
     arguments: dict[str, Any] = {}
+    accepted: list[str] = []
     for key, value in _read_words(overrides):
+        if key == ACCEPT:
+            accepted.append(value)
+            continue
         argument = key.removeprefix("task_args.")
         if argument != key:
             arguments[argument] = value
@@ -41,6 +48,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         else:
             values[key] = value
             lines.pop(key, None)
+    if accepted:
+        values["checkpoint.accept"] = accepted
     try:
         config: Config = _make(Config, "", values)
     except WrongValue as error:
@@ -119,13 +128,13 @@ def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if of_task and part:
             whole = f"--task_args.{argument}"
             raise UserError(f"--{key} names a part of an argument", f"give the whole one: {whole} '{{...}}'")
-        if key not in keys() and not (of_task and argument):
+        if key not in keys() and key != ACCEPT and not (of_task and argument):
             raise UserError(f"unknown option --{key}", _nearest(key, dashes="--"))
         if not equals:
             word = next(words, "--")
         if not equals and word.startswith("--"):
-            raise UserError(f"{key} needs a value", f"give {_type_of(key)}")
-        yield key, of_word(word, keys()[key].kind if key in keys() else Any)
+            raise UserError(f"{key} needs a value", f"give {_type_of('name' if key == ACCEPT else key)}")
+        yield key, word if key == ACCEPT else of_word(word, keys()[key].kind if key in keys() else Any)
 
 
 def _make(section: type, prefix: str, given: Mapping[str, Any]) -> Any:

@@ -68,6 +68,7 @@ def help_text(width: int = 100) -> str:
         text = f"{meaning} ({in_words(key.kind)}; {default})"
         lines.append(f"  --{name}")
         lines += textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    lines += ["  --accept KEY", f"{' ' * 8}Adds to checkpoint.accept: resume although this key has changed."]
     return "\n".join(lines) + "\n"
 
 

@@ -94,11 +94,48 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class PlateauConfig:
+    """Lower the learning rate when a validation metric no longer improves."""
+
+    metric: str = "loss"
+    """Validation metric that schedule.kind: plateau watches."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+    patience: int = 3
+    """Evaluations without improvement before the rate is lowered."""
+    min_delta: float = 0.0
+    """Smallest change that counts as an improvement."""
+    factor: float = 0.1
+    """What the rate is multiplied by each time, down to final_factor at the least."""
+    cooldown: int = 0
+    """Evaluations after a lowering that are not counted."""
+
+    def __post_init__(self) -> None:
+        at_least("schedule.plateau.patience", self.patience, 1)
+        at_least("schedule.plateau.min_delta", self.min_delta, 0)
+        above("schedule.plateau.factor", self.factor, 0)
+        at_most("schedule.plateau.factor", self.factor, 1)
+        at_least("schedule.plateau.cooldown", self.cooldown, 0)
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate as a factor on the optimizer's own."""
 
-    kind: Literal["constant", "linear", "cosine", "step", "polynomial"] = "constant"
-    """Shape after the warm-up; all but constant and step fall towards final_factor until the last step."""
+    kind: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "step",
+        "polynomial",
+        "exponential",
+        "restarts",
+        "one_cycle",
+        "wsd",
+        "plateau",
+    ] = "constant"
+    """Shape after the warm-up. linear, cosine, polynomial, one_cycle and wsd (warm-up, stable, decay) fall to
+    final_factor at the last step; the others do not depend on the run's length."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """Growth of the learning rate with the number of ranks (Goyal et al. 2017: linear)."""
     base_batch: int | None = None
@@ -109,13 +146,27 @@ class ScheduleConfig:
     warmup_epochs: float | None = None
     """The same, in epochs."""
     final_factor: float = 0.0
-    """Where linear, cosine and polynomial end: what a step after the last one would have."""
+    """Where the falling kinds end (what a step after the last one would have), each cycle of restarts, and plateau."""
     power: float = 2.0
     """Exponent of polynomial."""
     step_epochs: tuple[int, ...] = ()
     """Epochs after which a step schedule multiplies the rate by step_factor."""
     step_factor: float = 0.1
     """See step_epochs."""
+    decay_factor: float = 0.95
+    """What exponential multiplies the rate by in each epoch, by equal parts each step."""
+    cycle_epochs: float | None = None
+    """Length of the first cycle of restarts, each of which falls as a cosine (Loshchilov and Hutter 2017)."""
+    cycle_growth: float = 1.0
+    """Each cycle of restarts is this many times as long as the one before."""
+    start_factor: float = 0.04
+    """Where one_cycle begins (Smith and Topin 2018)."""
+    climb_share: float = 0.3
+    """Share of all steps in which one_cycle climbs to the full rate."""
+    decay_share: float = 0.2
+    """Share of all steps, the last ones, in which wsd falls, by equal steps."""
+    plateau: PlateauConfig = field(default_factory=PlateauConfig)
+    """Lower the rate when a validation metric no longer improves."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_epochs is not None:
@@ -131,6 +182,20 @@ class ScheduleConfig:
         if self.kind == "step" and not self.step_epochs:
             empty = "schedule.kind is step but schedule.step_epochs is empty"
             raise WrongValue("schedule.kind", empty, "name epochs, such as [30, 60]")
+        above("schedule.decay_factor", self.decay_factor, 0)
+        above("schedule.cycle_epochs", self.cycle_epochs, 0)
+        at_most("schedule.cycle_epochs", self.cycle_epochs, MOST_EPOCHS)
+        at_least("schedule.cycle_growth", self.cycle_growth, 1)
+        at_least("schedule.start_factor", self.start_factor, 0)
+        for key in ("climb_share", "decay_share"):
+            above(f"schedule.{key}", getattr(self, key), 0)
+            at_most(f"schedule.{key}", getattr(self, key), 1)
+        if self.kind == "restarts" and self.cycle_epochs is None:
+            empty = "schedule.kind is restarts but schedule.cycle_epochs is missing"
+            raise WrongValue("schedule.kind", empty, "give the length of the first cycle, such as 10")
+        if self.kind == "one_cycle" and (self.warmup_steps or self.warmup_epochs):
+            both = "schedule.kind is one_cycle, which has a climb of its own, but a warm-up is given"
+            raise WrongValue("schedule.kind", both, "remove the warm-up; set schedule.climb_share and start_factor")
 
 
 @dataclass(frozen=True)
@@ -213,6 +278,9 @@ class CheckpointConfig:
     """Check at each save that what is declared replicated is equal on all ranks (debugging)."""
     init_from: str | None = None
     """Run folder, checkpoint or safetensors file whose weights the model starts from (fine-tuning)."""
+    accept: tuple[str, ...] = ()
+    """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
+    train.epochs. On the command line: --accept KEY."""
 
     def __post_init__(self) -> None:
         for key in ("every_steps", "every_epochs", "keep_last", "keep_every_steps"):

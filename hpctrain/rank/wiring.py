@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, ScheduleConfig
 from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
 from hpctrain.data.samples import read_and_transform
 from hpctrain.errors import UserError
@@ -25,7 +25,7 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
-from hpctrain.tasks.definition import KerasTask, Task, TorchTask
+from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.track.console import make_console
 from hpctrain.track.events_hook import EventsHook
@@ -36,10 +36,11 @@ from hpctrain.track.tensorboard import TensorBoardSink
 from hpctrain.train.clock import StepClock
 from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.framework import Framework
-from hpctrain.train.hooks import Hook
+from hpctrain.train.hooks import Hook, RateHook
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import global_batch, make_plan
-from hpctrain.train.schedule import make_schedule
+from hpctrain.train.plateau import Plateau
+from hpctrain.train.schedule import Schedule, make_schedule
 from hpctrain.train.state import TrainState
 from hpctrain.train.verify import VerifyWeights
 
@@ -157,7 +158,8 @@ def make_hooks(
     hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
-    stateful = [*([EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []), *more]
+    early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
+    stateful = [*early_stop, *rate_hooks(config, problem.task), *more]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
@@ -168,11 +170,31 @@ def make_hooks(
     return hooks
 
 
+def rate_hooks(config: Config, task: Task) -> list[RateHook]:
+    """What sets the learning rate and has state. Raises UserError where both the run file and the task set it."""
+    if task.schedule is not None and config.schedule != ScheduleConfig():
+        raise UserError(
+            "both the run file's schedule and the task's set the learning rate",
+            "remove schedule: from the run file, or schedule= from the task",
+        )
+    if config.schedule.kind == "plateau":
+        return [Plateau(config.schedule.plateau, config.schedule.final_factor)]
+    if not isinstance(task.schedule, TorchScheduler):
+        return []
+    if not isinstance(task, TorchTask):
+        fix = "give the optimizer a Keras schedule as its learning rate, or the task a function of the step"
+        raise UserError("a KerasTask has a TorchScheduler", fix)
+    from hpctrain.frameworks.torch.scheduler import SchedulerHook
+
+    return [SchedulerHook(task.schedule, task.optimizer)]
+
+
 def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
     """Raises UserError where a validation metric is to be watched and there is no validation data."""
     watched = {
         "train.early_stop.metric": config.train.early_stop.metric,
         "checkpoint.best_metric": config.checkpoint.best_metric if config.checkpoint.enabled else None,
+        "schedule.plateau.metric": config.schedule.plateau.metric if config.schedule.kind == "plateau" else None,
     }
     for key, metric in watched.items():
         if metric is not None and problem.validation is None:
@@ -203,6 +225,13 @@ def make_trainer(
     """Puts the pieces together; touches neither files nor other ranks."""
     group, order, validation = world.data, problem.order, problem.validation
     plan = make_plan(config.train, order.batches_per_epoch)
+    schedule: Schedule = make_schedule(
+        config.schedule, order.global_batch, group.size, plan.total_steps, order.batches_per_epoch
+    )
+    if problem.task.schedule is not None and not isinstance(problem.task.schedule, TorchScheduler):
+        schedule = problem.task.schedule
+    for hook in hooks:
+        schedule = hook.adjusted(schedule) if isinstance(hook, RateHook) else schedule
     return Trainer(
         world=world,
         framework=framework,
@@ -219,9 +248,7 @@ def make_trainer(
             place=framework.place,
         ),
         validation=None if validation is None else make_validation(config, world, validation),
-        schedule=make_schedule(
-            config.schedule, order.global_batch, group.size, plan.total_steps, order.batches_per_epoch
-        ),
+        schedule=schedule,
         plan=plan,
         clock=clock,
         hooks=hooks,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Score = Any
 """A scalar tensor, the mean over the batch's samples; or two, (sum, weight), where samples weigh differently."""
@@ -13,6 +13,18 @@ Score = Any
 def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
     """The model applied to the first array of the batch."""
     return model(next(iter(batch.values())))
+
+
+@dataclass(frozen=True)
+class TorchScheduler:
+    """A scheduler of ``torch.optim.lr_scheduler``, for ``TorchTask(schedule=...)``. Its state is saved with the run."""
+
+    make: Callable[[Any], Any]
+    """make(optimizer) returns the scheduler; called with the task's optimizer before training."""
+    every: Literal["step", "epoch", "evaluation"] = "step"
+    """When its ``step`` is called: after each update, each epoch, or each evaluation."""
+    metric: str = "loss"
+    """Validation metric that ReduceLROnPlateau gets; it is stepped every evaluation."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,9 @@ class Task:
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed,
     epoch, sample). With data.workers it must be importable: a top-level function, or a functools.partial of one."""
+    schedule: Callable[[int], float | Sequence[float]] | TorchScheduler | None = None
+    """Learning rate, where the run file has no schedule: schedule(step) is the factor on the optimizer's own rate for
+    the update after ``step`` done ones, or a sequence of one for each of its parameter groups; or a TorchScheduler."""
 
 
 class TorchTask(Task):

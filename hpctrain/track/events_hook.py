@@ -12,6 +12,7 @@ from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.schedule import first_factor
 
 if TYPE_CHECKING:
     from hpctrain.run.event_writer import EventWriter
@@ -130,7 +131,7 @@ class EventsHook(BaseHook):
             training,
             "train",
             state.step,
-            lr=training.schedule(state.step - 1),
+            lr=first_factor(training.schedule(state.step - 1)),
             samples_per_s=samples_per_s,
             seconds=seconds,
             steps=steps,

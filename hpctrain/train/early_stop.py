@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.config.sections import EarlyStopConfig
+from hpctrain.config.sections import EarlyStopConfig, PlateauConfig
 from hpctrain.errors import UserError
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -61,7 +61,7 @@ class EarlyStop(BaseHook):
         return StopReason.EARLY if self.evaluations_since_best >= self.config.patience else None
 
 
-def improves(value: float, best: float | None, config: EarlyStopConfig) -> bool:
+def improves(value: float, best: float | None, config: EarlyStopConfig | PlateauConfig) -> bool:
     """Whether a value is better than the best one by more than min_delta; NaN never is."""
     if best is None:
         return value == value

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from hpctrain.data import Samples
+from hpctrain.train.schedule import Factors
 from hpctrain.train.state import StateTensor
 
 HostBatch = Mapping[str, NDArray[Any]]
@@ -48,8 +49,11 @@ class Framework(Protocol):
     def gradient_bytes(self) -> int:
         """Of all gradients in fp32, before any compression."""
 
-    def set_learning_rate(self, factor: float) -> None:
-        """Multiplies the optimizer's own learning rates, as they were when the task was made."""
+    def set_learning_rate(self, factors: Factors) -> None:
+        """Multiplies the optimizer's own learning rates, as they were when the task was made; ``OwnRates`` leaves them.
+
+        Raises UserError where there are not as many factors as parameter groups.
+        """
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         """Forward, backward, exchange, update, over this rank's part of a global batch of ``global_samples`` samples.

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from hpctrain.train.framework import StepResult
+from hpctrain.train.schedule import Schedule
 from hpctrain.train.training import Training
 
 
@@ -147,6 +148,14 @@ class BaseHook:
 
     def close(self) -> None:
         """See Hook."""
+
+
+class RateHook(BaseHook):
+    """A hook that has a say in the learning rate."""
+
+    def adjusted(self, schedule: Schedule) -> Schedule:
+        """What the loop asks for the rate, in place of the run's schedule."""
+        return schedule
 
 
 def first_reason(reasons: Sequence[StopReason | None]) -> StopReason | None:

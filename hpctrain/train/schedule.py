@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hpctrain.config.sections import ScheduleConfig
 
-Schedule = Callable[[int], float]
-"""Factor for the update that follows ``step`` done ones."""
+
+@dataclass(frozen=True)
+class OwnRates:
+    """The optimizer's rates are set by a scheduler of its own, and left alone."""
+
+    factor: float
+    """Of the first parameter group, for reports."""
+
+
+Factors = float | Sequence[float] | OwnRates
+"""A factor for all parameter groups, one for each of them, or none."""
+Schedule = Callable[[int], Factors]
+"""Factors for the update that follows ``step`` done ones."""
+Factor = Callable[[int], float]
+"""A schedule with one factor for all groups."""
+
+
+def first_factor(factors: Factors) -> float:
+    """Of the first parameter group."""
+    if isinstance(factors, OwnRates):
+        return factors.factor
+    return float(factors[0] if isinstance(factors, Sequence) else factors)
 
 
 def make_schedule(
     config: ScheduleConfig, global_batch: int, ranks: int, total_steps: int, batches_per_epoch: int
-) -> Schedule:
+) -> Factor:
     """The schedule of a run.
 
     Args:
@@ -25,13 +46,10 @@ def make_schedule(
     """
     peak = scale(config.scaling, global_batch / (config.base_batch or global_batch / ranks))
     warmup = config.warmup_steps or round((config.warmup_epochs or 0) * batches_per_epoch)
-    shape = _shape(config, batches_per_epoch)
-    span = max(total_steps - warmup, 1)
+    shape = _shape(config, total_steps, warmup, batches_per_epoch)
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return warm_up(step, warmup, peak)
-        return peak * shape(step, min((step - warmup) / span, 1.0))
+        return warm_up(step, warmup, peak) if step < warmup else peak * shape(step)
 
     return factor
 
@@ -50,15 +68,47 @@ def warm_up(step: int, warmup_steps: int, peak: float) -> float:
     return start + (peak - start) * (step + 1) / warmup_steps
 
 
-def _shape(config: ScheduleConfig, batches_per_epoch: int) -> Callable[[int, float], float]:
-    """Factor by (step, share of the steps after the warm-up that are done)."""
+def half_cosine(begin: float, end: float, done: float) -> float:
+    """From one value to another; ``done`` from 0 to 1."""
+    return end + (begin - end) * (1 + math.cos(math.pi * done)) / 2
+
+
+def in_cycle(position: float, length: float, growth: float) -> float:
+    """The share done of the cycle that holds a position; each is ``growth`` times as long as the one before."""
+    if growth == 1:
+        return position / length % 1
+    while position >= length:
+        position -= length
+        length *= growth
+    return position / length
+
+
+def _shape(config: ScheduleConfig, total_steps: int, warmup: int, batches_per_epoch: int) -> Factor:
+    """Factor by step, from the end of the warm-up on."""
     low = config.final_factor
     drops = [epoch * batches_per_epoch for epoch in config.step_epochs]
-    shapes: dict[str, Callable[[int, float], float]] = {
-        "constant": lambda step, done: 1.0,
-        "linear": lambda step, done: low + (1 - low) * (1 - done),
-        "cosine": lambda step, done: low + (1 - low) * (1 + math.cos(math.pi * done)) / 2,
-        "polynomial": lambda step, done: low + (1 - low) * (1 - done) ** config.power,
-        "step": lambda step, done: config.step_factor ** sum(step >= drop for drop in drops),
+    cycle = (config.cycle_epochs or 1) * batches_per_epoch
+    climb = config.climb_share * total_steps
+    fall = min(max(config.decay_share * total_steps, 1), max(total_steps - warmup, 1))
+
+    def share(step: int) -> float:
+        return min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+
+    def one_cycle(step: int) -> float:
+        if step < climb:
+            return half_cosine(config.start_factor, 1.0, step / climb)
+        return half_cosine(1.0, low, min((step - climb) / max(total_steps - climb, 1), 1.0))
+
+    shapes: dict[str, Factor] = {
+        "constant": lambda step: 1.0,
+        "linear": lambda step: low + (1 - low) * (1 - share(step)),
+        "cosine": lambda step: low + (1 - low) * (1 + math.cos(math.pi * share(step))) / 2,
+        "polynomial": lambda step: low + (1 - low) * (1 - share(step)) ** config.power,
+        "step": lambda step: config.step_factor ** sum(step >= drop for drop in drops),
+        "exponential": lambda step: config.decay_factor ** ((step - warmup) / batches_per_epoch),
+        "restarts": lambda step: half_cosine(1.0, low, in_cycle(step - warmup, cycle, config.cycle_growth)),
+        "one_cycle": one_cycle,
+        "wsd": lambda step: low + (1 - low) * min(max((total_steps - step) / fall, 0.0), 1.0),
+        "plateau": lambda step: 1.0,
     }
     return shapes[config.kind]

@@ -21,7 +21,7 @@ class Training:
     framework: Framework
     """The model on this rank's device."""
     schedule: Schedule
-    """From the step to the factor on the optimizer's own learning rates."""
+    """From the step to the factors on the optimizer's own learning rates: one, or one for each parameter group."""
     plan: Plan
     """How long the run is, and when it evaluates."""
     clock: StepClock

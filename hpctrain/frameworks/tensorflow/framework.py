@@ -36,6 +36,7 @@ from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
@@ -129,14 +130,19 @@ class KerasFramework:
         """See Framework."""
         return 4 * self.pieces.layout.gradients
 
-    def set_learning_rate(self, factor: float) -> None:
-        """See Framework."""
+    def set_learning_rate(self, factors: Factors) -> None:
+        """See Framework. Keras optimizers have one rate."""
+        if isinstance(factors, (Sequence, OwnRates)):
+            fix = "return one number: a Keras optimizer has one learning rate"
+            raise UserError("the task's schedule gives a factor for each parameter group", fix)
+        factor = factors
         known = [(optimizer, rate) for optimizer, rate in self.rates if rate is not None]
         if len(known) < len(self.rates):
             if factor != 1.0:
                 raise UserError(
-                    "both the run file's schedule and the Keras optimizer's own change the learning rate",
-                    "give the optimizer a number as its learning rate, or remove schedule: from the run file",
+                    f"both the {'run file' if self.task.schedule is None else 'task'}'s schedule and the Keras "
+                    "optimizer's own change the learning rate",
+                    "give the optimizer a number as its learning rate, or leave the schedule to it",
                 )
         elif factor != self.factor:
             for optimizer, rate in known:

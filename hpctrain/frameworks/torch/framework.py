@@ -44,6 +44,7 @@ from hpctrain.reduce.torch_reducer import (
 from hpctrain.tasks.definition import Task
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, StateTensor
 
@@ -108,7 +109,7 @@ class TorchFramework:
             self.optimizer_state.to_device()
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
-        self.rate_factor = 1.0
+        self.rate_factors: Factors = 1.0
         self.updates = 0
         self.call = torch.compile(self.model) if train.compile else self.model
         self.low_precision = LOW_PRECISION.get(train.precision)
@@ -131,11 +132,11 @@ class TorchFramework:
         """See Framework."""
         return sum(4 * parameter.numel() for parameter in self.parameters)
 
-    def set_learning_rate(self, factor: float) -> None:
+    def set_learning_rate(self, factors: Factors) -> None:
         """See Framework."""
-        if factor != self.rate_factor:
-            self.rate_factor = factor
-            self.optimizer_state.set_rates(factor)
+        if factors != self.rate_factors and not isinstance(factors, OwnRates):
+            self.rate_factors = factors
+            self.optimizer_state.set_rates(factors)
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> TorchStepResult:
         """See Framework."""
@@ -274,7 +275,7 @@ class TorchFramework:
         load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
-        self.rate_factor = math.nan  # the rates of the run file hold, not the saved ones
+        self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
         if self.scale and "scaler/scale" in arrays:
             self.scale.state[:] = arrays["scaler/scale"]
         load_random(self.device, arrays)

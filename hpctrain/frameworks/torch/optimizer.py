@@ -56,14 +56,28 @@ class OptimizerState:
             groups = enumerate(part.optimizer.param_groups)
             yield from (((part.path, index), group) for index, group in groups if "lr" in group)
 
-    def set_rates(self, factor: float) -> None:
-        """Multiplies the learning rates as they were when the task was made."""
+    def set_rates(self, factors: float | Sequence[float]) -> None:
+        """Multiplies the learning rates as they were when the task was made.
+
+        Raises UserError where there are not as many factors as parameter groups.
+        """
         for place, group in self.rated_groups():
-            rate = self.initial_rates[place] * factor
+            rate = self.initial_rates[place] * self._factor_of(place, factors)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def _factor_of(self, place: tuple[str, int], factors: float | Sequence[float]) -> float:
+        if not isinstance(factors, Sequence):
+            return factors
+        groups = max(index for path, index in self.initial_rates if path == place[0]) + 1
+        if len(factors) != groups:
+            raise UserError(
+                f"the task's schedule gives {len(factors)} factors for the {groups} parameter groups of the optimizer",
+                "return one number for all groups, or one for each of them, in their order",
+            )
+        return factors[place[1]]
 
     def group_numbers(self) -> Iterator[tuple[str, float]]:
         """Numbers of the groups, but for the rates, by name: some optimizers count or adapt there."""

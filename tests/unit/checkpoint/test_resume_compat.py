@@ -79,8 +79,46 @@ def test_other_data() -> None:
 def test_length_matters_to_a_schedule_that_ends() -> None:
     short = change(schedule=ScheduleConfig(kind="cosine"))
     longer = dataclasses.replace(short, train=TrainConfig(epochs=9, batch_per_rank=16))
-    with pytest.raises(UserError, match=r"train\.epochs was 3 and is 9"):
+    with pytest.raises(
+        UserError, match=r"train\.epochs was 3 and is 9 \(schedule\.kind cosine ends with the run"
+    ) as caught:
         refuse_changes(identity(short), identity(longer), "here")
+    assert "--accept train.epochs" in caught.value.fix
+    endless = dataclasses.replace(longer, schedule=ScheduleConfig(kind="restarts", cycle_epochs=2))
+    refuse_changes(identity(dataclasses.replace(endless, train=short.train)), identity(endless), "here")
+
+
+def accepting(config: Config, *keys: str) -> Config:
+    return dataclasses.replace(config, checkpoint=CheckpointConfig(accept=keys))
+
+
+def test_what_is_accepted_may_differ() -> None:
+    short = change(schedule=ScheduleConfig(kind="cosine"))
+    longer = dataclasses.replace(short, train=TrainConfig(epochs=9, batch_per_rank=16))
+    in_steps = dataclasses.replace(short, train=TrainConfig(steps=900, batch_per_rank=16))
+    for config in (longer, in_steps):
+        for key in ("train.epochs", "train.steps", "train"):
+            refuse_changes(identity(short), identity(accepting(config, key)), "here")
+        with pytest.raises(UserError, match=r"train\.epochs was 3"):
+            refuse_changes(identity(short), identity(accepting(config, "schedule", "train.ep")), "here")
+    both = accepting(dataclasses.replace(longer, seed=1), "train.epochs")
+    with pytest.raises(UserError, match=r"not that of here: seed was 0 and is 1\n") as caught:
+        refuse_changes(identity(short), identity(both), "here")
+    assert caught.value.fix.endswith("--accept seed")
+
+
+def test_other_data_cannot_be_accepted() -> None:
+    anything = accepting(BASE, "training data", "global batch")
+    with pytest.raises(UserError, match="training data") as caught:
+        refuse_changes(identity(BASE), identity(anything, data="xyz"), "here")
+    assert "--accept" not in caught.value.fix
+
+
+def test_keys_that_an_earlier_version_lacked_are_as_they_were() -> None:
+    saved = identity(change(schedule=ScheduleConfig(kind="step", step_epochs=(2,))))
+    for key in ("decay_factor", "plateau", "cycle_epochs"):
+        del saved["config"]["schedule"][key]
+    refuse_changes(saved, identity(change(schedule=ScheduleConfig(kind="step", step_epochs=(2,)))), "here")
 
 
 def test_another_number_of_ranks_with_a_batch_per_rank() -> None:

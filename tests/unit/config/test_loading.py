@@ -155,3 +155,12 @@ def test_dump_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, task_
 def test_the_reference_page_is_in_step() -> None:
     page = Path(__file__).parents[3] / "docs" / "configuration.md"
     assert reference() in page.read_text(encoding="utf-8"), "python -m hpctrain.config.reference prints the table"
+
+
+def test_accept_adds_to_what_a_resume_accepts(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\ntask: m:f\ntrain: {steps: 3, global_batch: 2}\n")
+    words = ["--accept", "train.epochs", "--accept=task_args.lr"]
+    assert load(path, words).checkpoint.accept == ("train.epochs", "task_args.lr")
+    with pytest.raises(UserError, match="accept needs a value"):
+        load(path, ["--accept"])

@@ -66,9 +66,38 @@ def test_steps_drop_at_their_epochs() -> None:
     assert (got[29], got[30], got[59], got[60]) == pytest.approx((1.0, 0.1, 0.1, 0.01))
 
 
-@given(st.sampled_from(["constant", "linear", "cosine", "polynomial"]), st.integers(0, 50), st.integers(1, 64))
+def test_exponential_multiplies_by_its_factor_each_epoch() -> None:
+    got = factors(ScheduleConfig(kind="exponential", decay_factor=0.5, warmup_steps=5))
+    assert (got[5], got[15], got[25]) == pytest.approx((1.0, 0.5, 0.25))
+    assert got[10] == pytest.approx(math.sqrt(0.5))
+
+
+def test_restarts_fall_as_cosines_of_growing_length() -> None:
+    got = factors(ScheduleConfig(kind="restarts", cycle_epochs=1, cycle_growth=2, final_factor=0.1))
+    assert [step for step in range(100) if got[step] == pytest.approx(1.0)] == [0, 10, 30, 70]
+    assert (got[5], got[20], got[50]) == pytest.approx((0.55, 0.55, 0.55))
+    equal = factors(ScheduleConfig(kind="restarts", cycle_epochs=2))
+    assert equal[:20] == pytest.approx(equal[20:40]) and equal[:20] == pytest.approx(equal[40:60])
+
+
+def test_one_cycle_climbs_and_falls_within_the_run() -> None:
+    got = factors(ScheduleConfig(kind="one_cycle", final_factor=0.001))
+    assert (got[0], got[15], got[30], got[65], got[100]) == pytest.approx((0.04, 0.52, 1.0, 0.5005, 0.001))
+
+
+def test_wsd_stays_up_until_its_last_part() -> None:
+    got = factors(ScheduleConfig(kind="wsd", warmup_steps=10, decay_share=0.2, final_factor=0.1))
+    assert got[4] == pytest.approx(0.5) and got[10:81] == [1.0] * 71
+    assert (got[90], got[100]) == pytest.approx((0.55, 0.1))
+
+
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "polynomial", "exponential", "wsd", "restarts"]),
+    st.integers(0, 50),
+    st.integers(1, 64),
+)
 def test_never_negative_nor_above_the_peak(kind: str, warmup: int, ranks: int) -> None:
-    config = ScheduleConfig(kind=kind, scaling="linear", warmup_steps=warmup)  # type: ignore[arg-type]
+    config = ScheduleConfig(kind=kind, scaling="linear", warmup_steps=warmup, cycle_epochs=1.5)  # type: ignore[arg-type]
     assert all(0 <= factor <= ranks + 1e-9 for factor in factors(config, ranks=ranks))
 
 
@@ -77,3 +106,7 @@ def test_step_needs_epochs_and_only_one_warm_up() -> None:
         ScheduleConfig(kind="step")
     with pytest.raises(UserError, match="warmup"):
         ScheduleConfig(warmup_steps=3, warmup_epochs=1)
+    with pytest.raises(UserError, match="cycle_epochs"):
+        ScheduleConfig(kind="restarts")
+    with pytest.raises(UserError, match="one_cycle, which has a climb of its own"):
+        ScheduleConfig(kind="one_cycle", warmup_steps=3)
