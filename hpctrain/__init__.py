@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.data.formats.sources import open_dataset
     from hpctrain.data.packing.source import from_dataset
     from hpctrain.data.packing.write import write_hdf5
+    from hpctrain.data.padding import pad
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
@@ -95,6 +96,7 @@ _HOMES = {
     "load_config": "hpctrain.config.loading:load",
     "open_dataset": "hpctrain.data.formats.sources:open_dataset",
     "open_saver": "hpctrain.checkpoint:open_saver",
+    "pad": "hpctrain.data.padding:pad",
     "start_monitor": "hpctrain.monitor.rank.session:start",
     "torch_broadcast": "hpctrain.reduce.torch_reducer:broadcast",
     "torch_reducer": "hpctrain.reduce.torch_reducer:measured_reducer",
@@ -145,6 +147,7 @@ __all__ = [
     "load_config",
     "open_dataset",
     "open_saver",
+    "pad",
     "start_monitor",
     "torch_broadcast",
     "torch_reducer",

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.samples import Transform
-from hpctrain.data.worker_setup import refer_to_dataset, refer_to_function
+from hpctrain.data.samples import Recipe
+from hpctrain.data.worker_setup import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.system import python
 from hpctrain.system.anonymous_memory import AnonymousMemory
@@ -136,11 +136,11 @@ class WorkerPool:
         self.payload.close()
 
 
-def start_workers(num_workers: int, dataset: Dataset, transform: Transform | None, seed: int) -> WorkerPool:
+def start_workers(num_workers: int, dataset: Dataset, recipe: Recipe) -> WorkerPool:
     """Starts the processes and sends them what they need.
 
     Raises:
-        UserError: the dataset cannot be opened again elsewhere, or the transform cannot be imported.
+        UserError: the dataset cannot be opened again elsewhere, or transform or collate cannot be imported.
         RunFailed: a process died at once.
     """
     if os.environ.get(IN_WORKER):
@@ -152,8 +152,7 @@ def start_workers(num_workers: int, dataset: Dataset, transform: Transform | Non
     try:
         setup = {
             "dataset": refer_to_dataset(dataset, pool.payload),
-            "transform": None if transform is None else refer_to_function(transform, "the transform"),
-            "seed": seed,
+            "recipe": refer_to_recipe(recipe),
             "path": [*filter(None, sys.path), os.getcwd()],
         }
         line = json.dumps(setup).encode() + b"\n"

@@ -13,7 +13,7 @@ from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
 from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
-from hpctrain.data.samples import read_and_transform
+from hpctrain.data.samples import Collate, Recipe, make_batch
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
@@ -69,7 +69,8 @@ def make_problem(config: Config, world: World) -> Problem:
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     data = config.data
-    train = open_dataset(task.train, allow_outside=data.allow_outside)
+    open_data = partial(open_dataset, allow_outside=data.allow_outside, ragged=task.collate is not None)
+    train = open_data(task.train)
     make_weights(task, lambda: train, config.seed)
     order = Order(
         length=len(train),
@@ -81,7 +82,7 @@ def make_problem(config: Config, world: World) -> Problem:
     )
     validation = None
     if task.validation is not None:
-        validation = open_dataset(task.validation, allow_outside=data.allow_outside)
+        validation = open_data(task.validation)
     return Problem(task, train, validation, order)
 
 
@@ -91,7 +92,7 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
         from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
 
         if lacks_weights(task.model):
-            dry_call(task, read_and_transform(train(), task.transform, seed, epoch=0, ids=np.arange(1)))
+            dry_call(task, make_batch(train(), Recipe(task.transform, task.collate, seed), epoch=0, ids=np.arange(1)))
 
 
 def require_same_data(problem: Problem, world: World) -> None:
@@ -122,11 +123,11 @@ def make_framework(config: Config, world: World, task: Task, clock: StepClock) -
     return KerasFramework(task, world, config, clock)
 
 
-def make_validation(config: Config, world: World, dataset: Dataset) -> ValidationData:
+def make_validation(config: Config, world: World, dataset: Dataset, collate: Collate | None) -> ValidationData:
     """This rank's part of a dataset, in batches as large as one rank's micro-batches."""
     group = world.data
     share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
-    return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches)
+    return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches, collate)
 
 
 def make_hooks(
@@ -210,8 +211,9 @@ def make_trainer(
             transform=problem.task.transform,
             seed=config.seed,
             place=framework.place,
+            collate=problem.task.collate,
         ),
-        validation=None if validation is None else make_validation(config, world, validation),
+        validation=None if validation is None else make_validation(config, world, validation, problem.task.collate),
         schedule=make_schedule(
             config.schedule, order.global_batch, group.size, plan.total_steps, order.batches_per_epoch
         ),

@@ -37,6 +37,10 @@ class Task:
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed,
     epoch, sample). With data.workers it must be importable: a top-level function, or a functools.partial of one."""
+    collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None
+    """collate(samples) makes one micro-batch of a list of samples (dicts of NumPy arrays), for training and for
+    validation: a dict of arrays, the first of which has a row for each sample. By default samples are stacked, and must
+    be equal in shape. ``hpctrain.pad`` is one for samples of variable length. Importable, as transform is."""
 
 
 class TorchTask(Task):
