@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.order import Order, part_of
+from hpctrain.data.order import Drawn, Order, first_draw, part_of
 from hpctrain.data.samples import Collate, Recipe, Transform, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
 
@@ -44,17 +44,16 @@ class Batch:
 class Part:
     """What a Batch is made from."""
 
-    epoch: int
+    drawn: Drawn
     index: int
-    ids: NDArray[np.int64]
     global_samples: int
     accumulate: int
 
     @property
-    def pieces(self) -> list[NDArray[np.int64]]:
-        """The ids of each micro-batch: at most ``accumulate``, none of them empty."""
-        count = len(self.ids)
-        return [self.ids[part_of(count, piece, self.accumulate)] for piece in range(min(self.accumulate, count))]
+    def pieces(self) -> list[Drawn]:
+        """The samples of each micro-batch: at most ``accumulate``, none of them empty."""
+        count = len(self.drawn.ids)
+        return [self.drawn.part(part_of(count, piece, self.accumulate)) for piece in range(min(self.accumulate, count))]
 
 
 class TrainingData:
@@ -120,31 +119,32 @@ class TrainingData:
     def _parts(self, epoch: int, batch: int) -> Iterator[Part]:
         while True:
             for index in range(batch, self.order.batches_per_epoch):
-                everything = self.order.batch_indices(epoch, index)
-                ids = everything[part_of(len(everything), self.rank, self.size)]
-                yield Part(epoch, index, ids, len(everything), self.accumulate)
+                everything = self.order.batch(epoch, index)
+                count = len(everything.ids)
+                own = everything.part(part_of(count, self.rank, self.size))
+                yield Part(own, index, count, self.accumulate)
             epoch, batch = epoch + 1, 0
 
     def _load(self, parts: Iterator[Part]) -> Generator[Batch, None, None]:
         parts, ahead = itertools.tee(parts)
-        pieces = ((part.epoch, ids) for part in ahead for ids in part.pieces)
+        pieces = (piece for part in ahead for piece in part.pieces)
         load = self.pool.load if self.pool else self._load_here
         loaded = load(pieces)
         for part in parts:
             yield self._batch(part, tuple(self.place(next(loaded)) for _ in part.pieces))
 
-    def _load_here(self, pieces: Iterable[tuple[int, NDArray[np.int64]]]) -> Generator[Samples, None, None]:
-        for epoch, ids in pieces:
-            yield make_batch(self.dataset, self.recipe, epoch, ids)
+    def _load_here(self, pieces: Iterable[Drawn]) -> Generator[Samples, None, None]:
+        for drawn in pieces:
+            yield make_batch(self.dataset, self.recipe, drawn)
 
     def _batch(self, part: Part, micro_batches: tuple[Samples, ...]) -> Batch:
         return Batch(
-            epoch=part.epoch,
+            epoch=part.drawn.epoch,
             index=part.index,
             micro_batches=micro_batches,
-            local_samples=len(part.ids),
+            local_samples=len(part.drawn.ids),
             global_samples=part.global_samples,
-            sample_ids=part.ids,
+            sample_ids=part.drawn.ids,
             ends_epoch=part.index == self.order.batches_per_epoch - 1,
         )
 
@@ -175,7 +175,7 @@ class ValidationData:
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
             ids = np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
-            yield make_batch(self.dataset, self.recipe, 0, ids)
+            yield make_batch(self.dataset, self.recipe, first_draw(ids))
 
 
 class Failed:

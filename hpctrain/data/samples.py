@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively
-from hpctrain.data.order import Stream, keyed_generator
+from hpctrain.data.order import Drawn, Stream, keyed_generator
+from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
 Sample = dict[str, NDArray[Any]]
 """The arrays of one sample."""
 Transform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
-"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample)."""
+"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample), and
+by how often the sample has been drawn in the epoch before."""
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 """collate(samples) of the samples of one batch: arrays for the model, the first of them with a row for each sample."""
 
@@ -34,28 +35,28 @@ class Recipe:
     """For the transform."""
 
 
-def make_batch(dataset: Dataset, recipe: Recipe, epoch: int, ids: NDArray[np.int64]) -> Samples:
+def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
     """Reads these samples, transforms each, and makes one batch of them; no samples give no arrays.
 
     Raises:
         UserError: transform or collate failed, or the samples to stack differ in shape or dtype; names the sample.
     """
-    arrays = read_exclusively(dataset, ids) if len(ids) else {}
+    arrays = read_exclusively(dataset, drawn.ids) if len(drawn.ids) else {}
     is_ragged = any(array.dtype == object for array in arrays.values())
     if not arrays or not (recipe.transform or recipe.collate or is_ragged):
         return arrays
-    samples: Iterable[Sample] = ({name: array[row] for name, array in arrays.items()} for row in range(len(ids)))
-    return batch_of(samples, recipe, epoch, ids.tolist())
+    samples: Iterable[Sample] = ({name: array[row] for name, array in arrays.items()} for row in range(len(drawn.ids)))
+    return batch_of(samples, recipe, drawn)
 
 
-def batch_of(samples: Iterable[Sample], recipe: Recipe, epoch: int, ids: Sequence[int]) -> Samples:
+def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
     """One batch of samples that have been read; see ``make_batch``."""
-    giver = "the data"
+    ids, giver = drawn.ids.tolist(), "the data"
     if recipe.transform is not None:
         transform, seed, giver = recipe.transform, recipe.seed, "the transform"
         samples = (
-            transform_one(transform, sample, seed, epoch, sample_id)
-            for sample, sample_id in zip(samples, ids, strict=True)
+            transform_one(transform, sample, seed, drawn.epoch, sample_id, repeat)
+            for sample, sample_id, repeat in zip(samples, ids, drawn.repeats.tolist(), strict=True)
         )
     if recipe.collate is None:
         return stack(samples, ids, giver)
@@ -85,10 +86,10 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
     return batch
 
 
-def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int) -> Sample:
+def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int, repeat: int) -> Sample:
     """The transformed sample; raises UserError naming it."""
     try:
-        return named(transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id)), None)
+        return named(transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat)), None)
     except Exception as error:
         raise UserError(
             f"the transform failed on sample {sample_id} in epoch {epoch}: {with_place(error)}",
@@ -144,10 +145,3 @@ def stack(
 def layout(fields: Mapping[str, Field]) -> str:
     """The fields as a person writes them: ``image float32[3, 32, 32], label int64``."""
     return ", ".join(f"{name} {f.dtype}{list(f.shape) or ''}" for name, f in fields.items()) or "nothing"
-
-
-def with_place(error: BaseException) -> str:
-    """The error and where it arose: ``ValueError: bad angle (augment.py:12 in rotate)``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -12,7 +12,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hpctrain.data.samples import make_batch, with_place
+from hpctrain.data.order import Drawn
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import make_batch
 from hpctrain.data.worker_setup import recipe_of, reopen
 from hpctrain.errors import HpctrainError
 from hpctrain.system.anonymous_memory import AnonymousMemory
@@ -47,8 +49,8 @@ def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMe
         recipe = recipe_of(setup["recipe"])
         for line in lines:
             request = json.loads(line)
-            ids = np.array(request["ids"], dtype=np.int64)
-            yield {"arrays": next(turns).put(make_batch(dataset, recipe, request["epoch"], ids))}
+            drawn = Drawn(request["epoch"], *(np.array(request[name], np.int64) for name in ("ids", "repeats")))
+            yield {"arrays": next(turns).put(make_batch(dataset, recipe, drawn))}
     except HpctrainError as error:
         yield {"what": error.what, "fix": error.fix}
     except Exception as error:

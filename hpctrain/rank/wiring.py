@@ -13,6 +13,7 @@ from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
 from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data.order import first_draw
 from hpctrain.data.samples import Collate, Recipe, make_batch
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
@@ -57,6 +58,11 @@ class Problem:
     order: Order
     """Of the training samples, over all ranks."""
 
+    def fingerprint(self) -> str:
+        """Of the training data, and of the sampler where there is one."""
+        sampler = self.order.fingerprint()
+        return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
+
 
 def make_problem(config: Config, world: World) -> Problem:
     """Calls the user's task function and opens its data.
@@ -79,6 +85,7 @@ def make_problem(config: Config, world: World) -> Problem:
         shuffle=data.shuffle,
         block_samples=data.block_samples,
         drop_last=data.drop_last,
+        sampler=task.sampler,
     )
     validation = None
     if task.validation is not None:
@@ -92,17 +99,18 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
         from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
 
         if lacks_weights(task.model):
-            dry_call(task, make_batch(train(), Recipe(task.transform, task.collate, seed), epoch=0, ids=np.arange(1)))
+            recipe = Recipe(task.transform, task.collate, seed)
+            dry_call(task, make_batch(train(), recipe, first_draw(np.arange(1))))
 
 
 def require_same_data(problem: Problem, world: World) -> None:
     """Raises UserError, on all ranks, where some of them read other training data than the rest. Collective."""
-    prints = world.everyone.allgather(problem.train.fingerprint(), "compare their training data")
+    prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:
         raise UserError(
             f"ranks {', '.join(map(str, others[:8]))} read other training data than rank 0",
-            "look for old copies on node-local disks, and for task functions that draw data at random",
+            "look for old copies on node-local disks, and for task functions and samplers that draw data at random",
         )
 
 
@@ -153,7 +161,7 @@ def make_hooks(
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     stateful = [*([EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []), *more]
     if config.checkpoint.enabled:
-        batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
+        batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
     hooks += stateful  # behind what restores their state
     hooks.append(MonitorHook(monitor))

@@ -41,6 +41,9 @@ class Task:
     """collate(samples) makes one micro-batch of a list of samples (dicts of NumPy arrays), for training and for
     validation: a dict of arrays, the first of which has a row for each sample. By default samples are stacked, and must
     be equal in shape. ``hpctrain.pad`` is one for samples of variable length. Importable, as transform is."""
+    sampler: Callable[[Any], Any] | None = None
+    """sampler(epoch) names the training samples of an epoch in order, in place of data.shuffle: int64[n], with the same
+    n in all epochs. ``epoch`` is a ``hpctrain.Epoch``; see WeightedSampler, LengthGroupedSampler, CurriculumSampler."""
 
 
 class TorchTask(Task):

@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from hpctrain.data.dataset import ArrayDataset, Field, from_arrays
-from hpctrain.data.samples import named, stack, with_place
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import named, stack
 from hpctrain.errors import UserError
 
 MEMORY_BYTES = 4 * 2**30

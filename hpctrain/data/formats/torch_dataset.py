@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples, check_field
-from hpctrain.data.samples import Sample, layout, named, stack, with_place
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import Sample, layout, named, stack
 from hpctrain.errors import UserError
 
 
