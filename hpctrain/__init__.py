@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from hpctrain.config.sections import Config, MonitorConfig, ReduceConfig
     from hpctrain.data.dataset import Dataset, Field
     from hpctrain.data.formats.sources import open_dataset
+    from hpctrain.data.order import Epoch
     from hpctrain.data.packing.source import from_dataset
     from hpctrain.data.packing.write import write_hdf5
+    from hpctrain.data.padding import pad
+    from hpctrain.data.samplers import CurriculumSampler, LengthGroupedSampler, WeightedSampler
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
@@ -57,7 +60,9 @@ _HOMES = {
     "BaseHook": "hpctrain.train.hooks:BaseHook",
     "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
+    "CurriculumSampler": "hpctrain.data.samplers:CurriculumSampler",
     "Dataset": "hpctrain.data.dataset:Dataset",
+    "Epoch": "hpctrain.data.order:Epoch",
     "ExitCode": "hpctrain.errors:ExitCode",
     "Field": "hpctrain.data.dataset:Field",
     "Group": "hpctrain.comm.group:Group",
@@ -66,6 +71,7 @@ _HOMES = {
     "KerasGradients": "hpctrain.reduce.tensorflow_pieces:Pieces",
     "KerasReducer": "hpctrain.reduce.tensorflow_reducer:Reducer",
     "KerasTask": "hpctrain.tasks.definition:KerasTask",
+    "LengthGroupedSampler": "hpctrain.data.samplers:LengthGroupedSampler",
     "Loaded": "hpctrain.checkpoint:Loaded",
     "MonitorClock": "hpctrain.monitor.rank.clock:RingClock",
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
@@ -86,6 +92,7 @@ _HOMES = {
     "Trainer": "hpctrain.train.loop:Trainer",
     "Training": "hpctrain.train.training:Training",
     "UserError": "hpctrain.errors:UserError",
+    "WeightedSampler": "hpctrain.data.samplers:WeightedSampler",
     "World": "hpctrain.comm.world:World",
     "array_tensors": "hpctrain.checkpoint:array_tensors",
     "connect": "hpctrain.comm.world:connect",
@@ -96,6 +103,7 @@ _HOMES = {
     "load_config": "hpctrain.config.loading:load",
     "open_dataset": "hpctrain.data.formats.sources:open_dataset",
     "open_saver": "hpctrain.checkpoint:open_saver",
+    "pad": "hpctrain.data.padding:pad",
     "start_monitor": "hpctrain.monitor.rank.session:start",
     "torch_broadcast": "hpctrain.reduce.torch_reducer:broadcast",
     "torch_reducer": "hpctrain.reduce.torch_reducer:measured_reducer",
@@ -107,7 +115,9 @@ __all__ = [
     "BaseHook",
     "CheckpointStore",
     "Config",
+    "CurriculumSampler",
     "Dataset",
+    "Epoch",
     "ExitCode",
     "Field",
     "Group",
@@ -116,6 +126,7 @@ __all__ = [
     "KerasGradients",
     "KerasReducer",
     "KerasTask",
+    "LengthGroupedSampler",
     "Loaded",
     "MonitorClock",
     "MonitorConfig",
@@ -136,6 +147,7 @@ __all__ = [
     "Trainer",
     "Training",
     "UserError",
+    "WeightedSampler",
     "World",
     "__version__",
     "array_tensors",
@@ -147,6 +159,7 @@ __all__ = [
     "load_config",
     "open_dataset",
     "open_saver",
+    "pad",
     "start_monitor",
     "torch_broadcast",
     "torch_reducer",

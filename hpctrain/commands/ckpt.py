@@ -175,7 +175,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
-    make_weights(task, lambda: open_dataset(task.train), seed)
+    make_weights(task, lambda: open_dataset(task.train, ragged=task.collate is not None), seed)
     from hpctrain.checkpoint.exports import export_keras
 
     arrays = {f"model/{name}": array for name, array in model_weights(loaded, averaged)[0].items()}

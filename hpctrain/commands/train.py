@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
     with load_trained(args, session) as (config, framework, problem, step):
         if problem.validation is None:
             raise UserError(f"task {config.task} has no validation data", "return TorchTask(..., validation=...)")
-        data = wiring.make_validation(config, session.world, problem.validation)
+        data = wiring.make_validation(config, session.world, problem.validation, problem.task.collate)
         metrics = evaluate_over_ranks(framework, data, session.world.data)
         if session.world.rank == 0:
             values = {"step": step, "metrics": metrics}
@@ -96,7 +96,7 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
                 dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
-        data = wiring.make_validation(config, session.world, dataset)
+        data = wiring.make_validation(config, session.world, dataset, problem.task.collate)
         path = Path(args.output or RunDir.for_config(config).path / "predictions.h5")
         write_predictions(framework, data, session.world.data, path)
         if session.world.rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from hpctrain.errors import UserError
 
 Samples = dict[str, NDArray[Any]]
-"""Arrays by field name, each with the samples along its first axis."""
+"""Arrays by field name, each with the samples along its first axis. Of a field whose samples differ in shape: an array
+of dtype object, whose items are the samples' arrays."""
 
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_BYTES = 16 * 2**20
@@ -26,14 +27,31 @@ class Field:
     """One array of every sample."""
 
     shape: tuple[int, ...]
-    """Of one sample: without the sample axis."""
+    """Of one sample: without the sample axis; -1 along axes in which samples differ."""
     dtype: np.dtype[Any]
     """A number or boolean, in this machine's byte order."""
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether samples differ in shape."""
+        return -1 in self.shape
+
+    @property
     def num_bytes(self) -> int:
-        """Of one sample."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        """Of one sample; of a ragged one at least."""
+        return abs(int(np.prod(self.shape, dtype=np.int64))) * self.dtype.itemsize
+
+    def holds(self, array: NDArray[Any]) -> bool:
+        """Whether this is an array of one sample."""
+        if self.dtype != array.dtype or len(self.shape) != array.ndim:
+            return False
+        return all(expected in (-1, found) for expected, found in zip(self.shape, array.shape, strict=True))
+
+    def make_rows(self, number: int) -> NDArray[Any]:
+        """Room for so many samples; a row of a ragged field takes an array."""
+        if self.is_ragged:
+            return np.empty(number, object)
+        return np.empty((number, *self.shape), self.dtype)
 
 
 @runtime_checkable
@@ -48,7 +66,8 @@ class Dataset(Protocol):
         """Number of samples, at least 1."""
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """New, writable, C-contiguous arrays of shape ``[len(indices), *field.shape]``, in the order of the indices.
+        """New, writable, C-contiguous arrays of shape ``[len(indices), *field.shape]``, in the order of the indices; of
+        a ragged field an array of dtype object and shape ``[len(indices)]``, which holds the samples' arrays.
 
         Args:
             indices: int64[n], each 0 to ``len(self) - 1``, in any order, repeats allowed.
@@ -79,7 +98,11 @@ class ArrayDataset:
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """See Dataset."""
-        return {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
+        rows = {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
+        return {
+            name: ragged_rows([np.array(item) for item in row]) if row.dtype == object else row
+            for name, row in rows.items()
+        }
 
     def fingerprint(self) -> str:
         """See Dataset."""
@@ -89,13 +112,59 @@ class ArrayDataset:
 def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") -> ArrayDataset:
     """A dataset of array-likes that share their first axis; NumPy arrays are not copied.
 
+    A list of arrays that differ in shape makes a ragged field.
+
     Raises:
         UserError: an array has no sample axis, holds no numbers, or is not as long as the others.
     """
-    native = {name: np.asarray(array) for name, array in arrays.items()}
-    fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in native.items()}
+    native = {name: as_rows(array) for name, array in arrays.items()}
+    fields = {name: field_of(name, array, where) for name, array in native.items()}
     check_lengths({name: len(array) for name, array in native.items()}, where)
-    return ArrayDataset({name: array.astype(fields[name].dtype, copy=False) for name, array in native.items()}, fields)
+    return ArrayDataset({name: in_dtype(array, fields[name]) for name, array in native.items()}, fields)
+
+
+def as_rows(values: Any) -> NDArray[Any]:
+    """An array; of dtype object, holding arrays, where the values differ in shape."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # NumPy's word for it
+        array = ragged_rows(list(values))
+    if array.dtype == object and array.ndim == 1 and all(isinstance(item, (np.ndarray, list)) for item in array):
+        return ragged_rows([np.asarray(item) for item in array])
+    return array
+
+
+def ragged_rows(items: Sequence[Any]) -> NDArray[Any]:
+    """An array of dtype object that holds the items as arrays."""
+    rows = np.empty(len(items), object)
+    for row, item in enumerate(items):
+        rows[row] = np.asarray(item)
+    return rows
+
+
+def field_of(name: str, array: NDArray[Any], where: str) -> Field:
+    """The field of an array with a sample axis; raises UserError where it cannot be trained on."""
+    if array.dtype != object or array.ndim != 1 or not all(isinstance(item, np.ndarray) for item in array):
+        return check_field(name, array.shape, array.dtype, where)
+    full = [item for item in array if item.size] or list(array)
+    dtype = np.result_type(*{item.dtype for item in full}) if full else np.dtype(np.float64)
+    axes = {item.ndim for item in array}
+    if len(axes) > 1:
+        raise UserError(
+            f"{where}: the samples of {name!r} have {min(axes)} to {max(axes)} axes", "give all the same number of axes"
+        )
+    shapes = list(zip(*(item.shape for item in array), strict=True))
+    shape = tuple(lengths[0] if len(set(lengths)) == 1 else -1 for lengths in shapes)
+    if -1 not in shape:
+        shape = (-1, *shape[1:])  # rows of dtype object stay so
+    return check_field(name, (len(array), *shape), dtype, where)
+
+
+def in_dtype(array: NDArray[Any], field: Field) -> NDArray[Any]:
+    """The array, or each of those that it holds, in the field's dtype."""
+    if not field.is_ragged:
+        return array.astype(field.dtype, copy=False)
+    return ragged_rows([item.astype(field.dtype, copy=False) for item in array])
 
 
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:
@@ -152,5 +221,6 @@ def content_fingerprint(dataset: Dataset) -> str:
     sample_bytes = max(1, sum(field.num_bytes for field in dataset.fields.values()))
     count = min(len(dataset), FINGERPRINT_SAMPLES, max(2, FINGERPRINT_BYTES // sample_bytes))
     for array in dataset.read(np.linspace(0, len(dataset) - 1, count).astype(np.int64)).values():
-        digest.update(array.tobytes())
+        for part in array if array.dtype == object else [array]:
+            digest.update(part.tobytes() if part is array else f"{part.shape}".encode() + part.tobytes())
     return digest.hexdigest()

@@ -6,13 +6,17 @@ Random numbers depend on what they are for, never on who draws them or when.
 from __future__ import annotations
 
 import enum
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
+from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
 GROUP_BLOCKS = 16
@@ -30,17 +34,55 @@ class Stream(enum.IntEnum):
     """The order of samples within one group of blocks."""
     TRANSFORM = 2
     """The random transform of one sample."""
+    SAMPLER = 3
+    """The samples of an epoch, where the task brings a sampler."""
 
 
-def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0) -> Generator:
-    """A generator keyed by (seed, epoch, stream, index).
+def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repeat: int = 0) -> Generator:
+    """A generator keyed by (seed, epoch, stream, index, repeat).
 
-    Philox is counter-based (Salmon et al., SC 2011): seed and epoch are its 128-bit key, stream and index the upper
-    half of its 256-bit counter, so that no two generators overlap within their first 2**128 numbers.
+    Philox is counter-based (Salmon et al., SC 2011): seed and epoch are its 128-bit key; stream, index and repeat all
+    but the lowest word of its 256-bit counter, so that no two generators overlap within their first 2**64 numbers.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
-    counter = np.array([0, 0, index, stream], dtype=np.uint64)
+    counter = np.array([0, repeat, index, stream], dtype=np.uint64)
     return Generator(Philox(key=key, counter=counter))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What a sampler is told of the epoch whose samples it names."""
+
+    index: int
+    """From 0."""
+    rng: Generator
+    """Keyed by the run's seed and the epoch: the same on every rank and after a resume. Use no other."""
+    num_samples: int
+    """Samples in the dataset."""
+    global_batch: int
+    """Samples of one global batch: consecutive stretches of what the sampler returns."""
+
+
+Sampler = Callable[[Epoch], NDArray[np.int64]]
+"""sampler(epoch) gives int64[n], the samples of an epoch in order; n is the same in all epochs, repeats are allowed."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of one epoch, and how often each has been drawn in it before: a repeat has random numbers of its own."""
+
+    epoch: int
+    ids: NDArray[np.int64]
+    repeats: NDArray[np.int64]
+
+    def part(self, which: slice) -> Drawn:
+        """Some of them."""
+        return Drawn(self.epoch, self.ids[which], self.repeats[which])
+
+
+def first_draw(ids: NDArray[np.int64], epoch: int = 0) -> Drawn:
+    """Samples of which none has been drawn before."""
+    return Drawn(epoch, ids, np.zeros(len(ids), np.int64))
 
 
 def part_of(n: int, rank: int, size: int) -> slice:
@@ -70,6 +112,8 @@ class Order:
     """Samples of a block."""
     drop_last: bool = False
     """Leave out the last global batch where it is smaller."""
+    sampler: Sampler | None = None
+    """Names the samples of each epoch in place of ``shuffle``."""
     _epochs: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -78,18 +122,34 @@ class Order:
                 raise UserError(f"the data order's {name} is {getattr(self, name)}", "give at least 1")
         if self.shuffle not in ("full", "block", "none"):
             raise UserError(f"data.shuffle is {self.shuffle!r}", "give full, block or none")
-        if self.drop_last and self.length < self.global_batch:
+        if self.drop_last and self.epoch_samples < self.global_batch:
             raise UserError(
-                f"the dataset's {self.length} samples fill no global batch of {self.global_batch}, and drop_last is on",
+                f"an epoch of {self.epoch_samples} samples fills no global batch of {self.global_batch}: drop_last is on",
                 "use a smaller global batch, or set data.drop_last to false",
             )
+
+    @cached_property
+    def epoch_samples(self) -> int:
+        """Samples of one epoch; those of a last batch that is left out, too."""
+        return self.length if self.sampler is None else len(draw(self.sampler, self, 0))
 
     @property
     def batches_per_epoch(self) -> int:
         """Global batches of one epoch."""
-        return self.length // self.global_batch if self.drop_last else -(-self.length // self.global_batch)
+        samples = self.epoch_samples
+        return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
+
+    def fingerprint(self) -> str:
+        """Of the sampler, by what it names in the first epoch; empty where there is none."""
+        if self.sampler is None:
+            return ""
+        return hashlib.sha256(draw(self.sampler, self, 0).tobytes()).hexdigest()
 
     def batch_indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
+        """The samples of one global batch, in order; see ``batch``."""
+        return self.batch(epoch, batch).ids
+
+    def batch(self, epoch: int, batch: int) -> Drawn:
         """The samples of one global batch, in order.
 
         Args:
@@ -97,12 +157,14 @@ class Order:
             batch: index within the epoch, 0 to ``batches_per_epoch - 1``.
 
         Returns:
-            int64[global_batch], or fewer in the last batch.
+            ``global_batch`` samples, or fewer in the last batch.
         """
         if not 0 <= batch < self.batches_per_epoch:
             raise IndexError(f"batch {batch} of an epoch of {self.batches_per_epoch}")
         begin = batch * self.global_batch
-        return self._epoch(epoch).samples(begin, min(begin + self.global_batch, self.length))
+        end = min(begin + self.global_batch, self.epoch_samples)
+        order = self._epoch(epoch)
+        return Drawn(epoch, order.samples(begin, end), order.repeats(begin, end))
 
     def _epoch(self, epoch: int) -> EpochOrder:
         order = self._epochs.get(epoch)
@@ -125,6 +187,29 @@ class EpochOrder:
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
         """Samples at positions ``begin`` to ``end - 1``."""
         return np.arange(begin, end, dtype=np.int64)
+
+    def repeats(self, begin: int, end: int) -> NDArray[np.int64]:
+        """How often each of these samples has been drawn before in the epoch."""
+        return np.zeros(end - begin, np.int64)
+
+
+class Sampled(EpochOrder):
+    """What a sampler named."""
+
+    def __init__(self, ids: NDArray[np.int64]) -> None:
+        self.ids = ids
+        by_id = np.argsort(ids, kind="stable")
+        begins = np.searchsorted(ids[by_id], ids[by_id])
+        self.before = np.empty_like(ids)
+        self.before[by_id] = np.arange(len(ids)) - begins
+
+    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
+        """See EpochOrder."""
+        return self.ids[begin:end]
+
+    def repeats(self, begin: int, end: int) -> NDArray[np.int64]:
+        """See EpochOrder."""
+        return self.before[begin:end]
 
 
 class FullShuffle(EpochOrder):
@@ -174,6 +259,14 @@ class BlockShuffle(EpochOrder):
 
 def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
     """Draws an epoch's permutation."""
+    if order.sampler is not None:
+        ids = draw(order.sampler, order, epoch)
+        if len(ids) != order.epoch_samples:
+            raise UserError(
+                f"the sampler gives {len(ids)} samples for epoch {epoch} and {order.epoch_samples} for epoch 0",
+                "give the same number for every epoch: draw some samples again, or fewer of them",
+            )
+        return Sampled(ids)
     if order.shuffle == "none":
         return EpochOrder()
     if order.shuffle == "block":
@@ -184,3 +277,21 @@ def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
     permutation = np.arange(order.length, dtype=dtype)
     keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(permutation)
     return FullShuffle(permutation)
+
+
+def draw(sampler: Sampler, order: Order, epoch: int) -> NDArray[np.int64]:
+    """What the sampler names for an epoch; raises UserError where these are no samples of the dataset."""
+    rng = keyed_generator(order.seed, epoch, Stream.SAMPLER)
+    try:
+        ids = np.asarray(sampler(Epoch(epoch, rng, order.length, order.global_batch)))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the sampler failed in epoch {epoch}: {with_place(error)}", "correct the sampler") from error
+    fix = f"return an array of whole numbers from 0 to {order.length - 1}"
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        raise UserError(f"the sampler gives {ids.dtype}{list(ids.shape)} for epoch {epoch}", fix)
+    if ids.min() < 0 or ids.max() >= order.length:
+        wrong = ids[(ids < 0) | (ids >= order.length)][0]
+        raise UserError(f"the sampler names sample {wrong} in epoch {epoch}, of {order.length}", fix)
+    return ids.astype(np.int64)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples, read_exclusively
-from hpctrain.data.order import Order, part_of
-from hpctrain.data.samples import Transform, read_and_transform
+from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.order import Drawn, Order, first_draw, part_of
+from hpctrain.data.samples import Collate, Recipe, Transform, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
 
 T = TypeVar("T")
@@ -44,10 +44,16 @@ class Batch:
 class Part:
     """What a Batch is made from."""
 
-    epoch: int
+    drawn: Drawn
     index: int
-    ids: NDArray[np.int64]
     global_samples: int
+    accumulate: int
+
+    @property
+    def pieces(self) -> list[Drawn]:
+        """The samples of each micro-batch: at most ``accumulate``, none of them empty."""
+        count = len(self.drawn.ids)
+        return [self.drawn.part(part_of(count, piece, self.accumulate)) for piece in range(min(self.accumulate, count))]
 
 
 class TrainingData:
@@ -65,6 +71,7 @@ class TrainingData:
         transform: Transform | None = None,
         seed: int = 0,
         place: Callable[[Samples], Samples] = lambda samples: samples,
+        collate: Collate | None = None,
     ) -> None:
         """
         Args:
@@ -76,7 +83,8 @@ class TrainingData:
             workers: worker processes that read and transform; 0 leaves that to the thread.
             transform: of one sample, with random numbers keyed by (seed, epoch, sample).
             seed: for the transform; the order has its own.
-            place: moves a batch to memory from which it reaches the device fastest.
+            place: moves a micro-batch to memory from which it reaches the device fastest.
+            collate: of the samples of one micro-batch; by default they are stacked.
         """
         self.dataset = dataset
         self.order = order
@@ -85,8 +93,7 @@ class TrainingData:
         self.accumulate = accumulate
         self.prefetch = prefetch
         self.workers = workers
-        self.transform = transform
-        self.seed = seed
+        self.recipe = Recipe(transform, collate, seed)
         self.place = place
         self.batches: Generator[Batch, None, None] | None = None
         self.pool: WorkerPool | None = None
@@ -95,7 +102,7 @@ class TrainingData:
         """Batches from this one on, without end; an earlier iterator of this object is closed."""
         self.close()
         if self.workers:
-            self.pool = start_workers(self.workers, self.dataset, self.transform, self.seed)
+            self.pool = start_workers(self.workers, self.dataset, self.recipe)
         self.batches = prefetched(self._load(self._parts(epoch, batch)), self.prefetch)
         return self.batches
 
@@ -112,30 +119,32 @@ class TrainingData:
     def _parts(self, epoch: int, batch: int) -> Iterator[Part]:
         while True:
             for index in range(batch, self.order.batches_per_epoch):
-                everything = self.order.batch_indices(epoch, index)
-                yield Part(epoch, index, everything[part_of(len(everything), self.rank, self.size)], len(everything))
+                everything = self.order.batch(epoch, index)
+                count = len(everything.ids)
+                own = everything.part(part_of(count, self.rank, self.size))
+                yield Part(own, index, count, self.accumulate)
             epoch, batch = epoch + 1, 0
 
     def _load(self, parts: Iterator[Part]) -> Generator[Batch, None, None]:
-        if self.pool:
-            parts, ahead = itertools.tee(parts)
-            loaded = self.pool.load((part.epoch, part.ids) for part in ahead)
-            yield from map(self._batch, parts, loaded)
+        parts, ahead = itertools.tee(parts)
+        pieces = (piece for part in ahead for piece in part.pieces)
+        load = self.pool.load if self.pool else self._load_here
+        loaded = load(pieces)
         for part in parts:
-            samples = read_and_transform(self.dataset, self.transform, self.seed, part.epoch, part.ids)
-            yield self._batch(part, samples)
+            yield self._batch(part, tuple(self.place(next(loaded)) for _ in part.pieces))
 
-    def _batch(self, part: Part, samples: Samples) -> Batch:
-        count = len(part.ids)
-        samples = self.place(samples)
-        pieces = [part_of(count, piece, self.accumulate) for piece in range(min(self.accumulate, count))]
+    def _load_here(self, pieces: Iterable[Drawn]) -> Generator[Samples, None, None]:
+        for drawn in pieces:
+            yield make_batch(self.dataset, self.recipe, drawn)
+
+    def _batch(self, part: Part, micro_batches: tuple[Samples, ...]) -> Batch:
         return Batch(
-            epoch=part.epoch,
+            epoch=part.drawn.epoch,
             index=part.index,
-            micro_batches=tuple({name: array[piece] for name, array in samples.items()} for piece in pieces),
-            local_samples=count,
+            micro_batches=micro_batches,
+            local_samples=len(part.drawn.ids),
             global_samples=part.global_samples,
-            sample_ids=part.ids,
+            sample_ids=part.drawn.ids,
             ends_epoch=part.index == self.order.batches_per_epoch - 1,
         )
 
@@ -147,8 +156,11 @@ class ValidationData:
     none.
     """
 
-    def __init__(self, dataset: Dataset, batch: int, rank: int, size: int, prefetch: int = 2) -> None:
+    def __init__(
+        self, dataset: Dataset, batch: int, rank: int, size: int, prefetch: int = 2, collate: Collate | None = None
+    ) -> None:
         self.dataset = dataset
+        self.recipe = Recipe(collate=collate)
         self.batch = batch
         self.part = part_of(len(dataset), rank, size)
         self.prefetch = prefetch
@@ -162,9 +174,8 @@ class ValidationData:
 
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
-            yield read_exclusively(
-                self.dataset, np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
-            )
+            ids = np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
+            yield make_batch(self.dataset, self.recipe, first_draw(ids))
 
 
 class Failed:

@@ -2,45 +2,94 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively
-from hpctrain.data.order import Stream, keyed_generator
+from hpctrain.data.order import Drawn, Stream, keyed_generator
+from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
 Sample = dict[str, NDArray[Any]]
 """The arrays of one sample."""
 Transform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
-"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample)."""
+"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample), and
+by how often the sample has been drawn in the epoch before."""
+Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+"""collate(samples) of the samples of one batch: arrays for the model, the first of them with a row for each sample."""
 
 
-def read_and_transform(
-    dataset: Dataset, transform: Transform | None, seed: int, epoch: int, ids: NDArray[np.int64]
-) -> Samples:
-    """Reads these samples and transforms each; no samples give no arrays.
+@dataclass(frozen=True)
+class Recipe:
+    """How samples become a batch."""
+
+    transform: Transform | None = None
+    """Of each sample."""
+    collate: Collate | None = None
+    """Of all of them; by default they are stacked, and must be equal in shape."""
+    seed: int = 0
+    """For the transform."""
+
+
+def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
+    """Reads these samples, transforms each, and makes one batch of them; no samples give no arrays.
 
     Raises:
-        UserError: the transform failed, or gave samples that differ in shape or dtype; names the sample.
+        UserError: transform or collate failed, or the samples to stack differ in shape or dtype; names the sample.
     """
-    samples = read_exclusively(dataset, ids) if len(ids) else {}
-    if transform is None or not samples:
-        return samples
-    transformed = (
-        transform_one(transform, {name: array[row] for name, array in samples.items()}, seed, epoch, sample_id)
-        for row, sample_id in enumerate(ids.tolist())
-    )
-    return stack(transformed, ids.tolist(), "the transform")
+    arrays = read_exclusively(dataset, drawn.ids) if len(drawn.ids) else {}
+    is_ragged = any(array.dtype == object for array in arrays.values())
+    if not arrays or not (recipe.transform or recipe.collate or is_ragged):
+        return arrays
+    samples: Iterable[Sample] = ({name: array[row] for name, array in arrays.items()} for row in range(len(drawn.ids)))
+    return batch_of(samples, recipe, drawn)
 
 
-def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int) -> Sample:
+def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
+    """One batch of samples that have been read; see ``make_batch``."""
+    ids, giver = drawn.ids.tolist(), "the data"
+    if recipe.transform is not None:
+        transform, seed, giver = recipe.transform, recipe.seed, "the transform"
+        samples = (
+            transform_one(transform, sample, seed, drawn.epoch, sample_id, repeat)
+            for sample, sample_id, repeat in zip(samples, ids, drawn.repeats.tolist(), strict=True)
+        )
+    if recipe.collate is None:
+        return stack(samples, ids, giver)
+    return collated(recipe.collate, list(samples), ids)
+
+
+def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Samples:
+    """What the user's function makes of the samples; raises UserError where that is no batch of them."""
+    shown = f"{', '.join(map(str, ids[:4]))}{' and others' if len(ids) > 4 else ''}"
+    try:
+        batch = {name: np.asarray(array) for name, array in collate(samples).items()}
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"collate failed on samples {shown}: {with_place(error)}", "correct collate") from error
+    for name, array in batch.items():
+        if array.dtype.kind not in "biufc":
+            raise UserError(
+                f"collate gives {name!r} with dtype {array.dtype} for samples {shown}", "return arrays of numbers"
+            )
+    first = next(iter(batch.values()), None)
+    if first is None or first.shape[:1] != (len(ids),):
+        given = layout({name: Field(array.shape, array.dtype) for name, array in batch.items()})
+        raise UserError(
+            f"collate gives {given} for {len(ids)} samples", "return a dict whose first array has a row for each sample"
+        )
+    return batch
+
+
+def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int, repeat: int) -> Sample:
     """The transformed sample; raises UserError naming it."""
     try:
-        return named(transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id)), None)
+        return named(transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat)), None)
     except Exception as error:
         raise UserError(
             f"the transform failed on sample {sample_id} in epoch {epoch}: {with_place(error)}",
@@ -78,15 +127,16 @@ def stack(
     """
     batch: Samples = {}
     for row, (sample_id, sample) in enumerate(zip(ids, samples, strict=True)):
-        given = {name: Field(value.shape, value.dtype) for name, value in sample.items()}
-        fields = fields or given
-        if given != fields:
+        if fields is None:
+            fields = {name: Field(value.shape, value.dtype) for name, value in sample.items()}
+        if sample.keys() != fields.keys() or not all(field.holds(sample[name]) for name, field in fields.items()):
+            given = {name: Field(value.shape, value.dtype) for name, value in sample.items()}
             raise UserError(
                 f"{giver} gives {layout(given)} for sample {sample_id} where {layout(fields)} was expected",
-                "make the names, shapes and dtypes of all samples equal: crop, pad or cast",
+                "make the names, shapes and dtypes of all samples equal: crop, pad or cast, or give the task a collate",
             )
         if row == 0:
-            batch = {name: np.empty((len(ids), *field.shape), field.dtype) for name, field in fields.items()}
+            batch = {name: field.make_rows(len(ids)) for name, field in fields.items()}
         for name, value in sample.items():
             batch[name][row] = value
     return batch
@@ -95,10 +145,3 @@ def stack(
 def layout(fields: Mapping[str, Field]) -> str:
     """The fields as a person writes them: ``image float32[3, 32, 32], label int64``."""
     return ", ".join(f"{name} {f.dtype}{list(f.shape) or ''}" for name, f in fields.items()) or "nothing"
-
-
-def with_place(error: BaseException) -> str:
-    """The error and where it arose: ``ValueError: bad angle (augment.py:12 in rotate)``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -12,8 +12,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hpctrain.data.samples import read_and_transform, with_place
-from hpctrain.data.worker_setup import import_function, reopen
+from hpctrain.data.order import Drawn
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import make_batch
+from hpctrain.data.worker_setup import recipe_of, reopen
 from hpctrain.errors import HpctrainError
 from hpctrain.system.anonymous_memory import AnonymousMemory
 
@@ -44,16 +46,18 @@ def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMe
         setup = json.loads(lines.readline())
         sys.path[:] = setup["path"]  # for the user's functions; all that is ours has been imported
         dataset = reopen(setup["dataset"], payload)
-        transform = import_function(setup["transform"]) if setup["transform"] else None
+        recipe = recipe_of(setup["recipe"])
         for line in lines:
             request = json.loads(line)
-            ids = np.array(request["ids"], dtype=np.int64)
-            samples = read_and_transform(dataset, transform, setup["seed"], request["epoch"], ids)
-            yield {"arrays": next(turns).put(samples)}
+            drawn = Drawn(request["epoch"], *(np.array(request[name], np.int64) for name in ("ids", "repeats")))
+            yield {"arrays": next(turns).put(make_batch(dataset, recipe, drawn))}
     except HpctrainError as error:
         yield {"what": error.what, "fix": error.fix}
     except Exception as error:
-        yield {"what": f"a data worker failed: {with_place(error)}", "fix": "correct the dataset or the transform"}
+        yield {
+            "what": f"a data worker failed: {with_place(error)}",
+            "fix": "correct the dataset, the transform or collate",
+        }
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.samples import Transform
-from hpctrain.data.worker_setup import refer_to_dataset, refer_to_function
+from hpctrain.data.order import Drawn
+from hpctrain.data.samples import Recipe
+from hpctrain.data.worker_setup import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.system import python
 from hpctrain.system.anonymous_memory import AnonymousMemory
@@ -61,11 +62,12 @@ class Worker:
         except OSError as error:
             raise self._death("started") from error
 
-    def ask(self, epoch: int, ids: Ids) -> None:
+    def ask(self, drawn: Drawn) -> None:
         """Lets it make these samples, after those it was asked for before."""
-        self.asked.append(ids)
+        self.asked.append(drawn.ids)
+        request = {"epoch": drawn.epoch, "ids": drawn.ids.tolist(), "repeats": drawn.repeats.tolist()}
         with contextlib.suppress(OSError):  # it has died, which is said when its answer is missed
-            self.channel.sendall(json.dumps({"epoch": epoch, "ids": ids.tolist()}).encode() + b"\n")
+            self.channel.sendall(json.dumps(request).encode() + b"\n")
 
     def take(self) -> Samples:
         """The samples of the oldest request; raises what kept the worker from making them."""
@@ -107,13 +109,13 @@ class WorkerPool:
         self.workers = workers
         self.payload = payload
 
-    def load(self, parts: Iterable[tuple[int, Ids]]) -> Generator[Samples, None, None]:
-        """The samples of each (epoch, ids), in order; workers are asked ahead. The parts never end."""
+    def load(self, parts: Iterable[Drawn]) -> Generator[Samples, None, None]:
+        """The samples of each part, in order; workers are asked ahead. The parts never end."""
         ahead = RESULTS * len(self.workers)
-        for number, ((epoch, ids), worker) in enumerate(zip(parts, itertools.cycle(self.workers), strict=False)):
+        for number, (drawn, worker) in enumerate(zip(parts, itertools.cycle(self.workers), strict=False)):
             if number >= ahead:
                 yield worker.take()
-            worker.ask(epoch, ids)
+            worker.ask(drawn)
 
     def kill(self) -> None:
         """Ends the processes; a thread that waits for one gets an error."""
@@ -136,11 +138,11 @@ class WorkerPool:
         self.payload.close()
 
 
-def start_workers(num_workers: int, dataset: Dataset, transform: Transform | None, seed: int) -> WorkerPool:
+def start_workers(num_workers: int, dataset: Dataset, recipe: Recipe) -> WorkerPool:
     """Starts the processes and sends them what they need.
 
     Raises:
-        UserError: the dataset cannot be opened again elsewhere, or the transform cannot be imported.
+        UserError: the dataset cannot be opened again elsewhere, or transform or collate cannot be imported.
         RunFailed: a process died at once.
     """
     if os.environ.get(IN_WORKER):
@@ -152,8 +154,7 @@ def start_workers(num_workers: int, dataset: Dataset, transform: Transform | Non
     try:
         setup = {
             "dataset": refer_to_dataset(dataset, pool.payload),
-            "transform": None if transform is None else refer_to_function(transform, "the transform"),
-            "seed": seed,
+            "recipe": refer_to_recipe(recipe),
             "path": [*filter(None, sys.path), os.getcwd()],
         }
         line = json.dumps(setup).encode() + b"\n"

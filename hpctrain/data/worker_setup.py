@@ -17,11 +17,17 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows
 from hpctrain.data.formats.sources import CalledDataset, ConcatDataset, open_dataset
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from hpctrain.system.anonymous_memory import AnonymousMemory
 
+RAGGED, SHAPES = "ragged/", "shapes/"
+"""Before the names of what a ragged field becomes in shared memory."""
 Reference = dict[str, Any]
 """Values of JSON that lead another process to the same function or dataset."""
 
@@ -33,13 +39,14 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
         UserError: it is an object of the user's, which only this process has.
     """
     if isinstance(dataset, ArrayDataset):
-        return {"arrays": memory.put(dataset.arrays)}
+        return {"arrays": memory.put(flattened(dataset))}
     if isinstance(dataset, CalledDataset):
         return {
             "function": refer_to_function(dataset.function, "the data"),
             "fields": dataset.names,
             "cache": dataset.cache_bytes,
             "outside": dataset.outside,
+            "ragged": dataset.ragged,
             "fingerprint": dataset.fingerprint(),
         }
     from hpctrain.data.formats.hdf5 import Hdf5Dataset
@@ -62,17 +69,58 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
         UserError: a file or function gives other data here than there.
     """
     if "arrays" in reference:
-        return from_arrays(memory.views(reference["arrays"]))
+        return from_arrays(unflattened(memory.views(reference["arrays"])))
     how = reference["fields"], reference["cache"], reference["outside"]
     if "files" in reference:
         return open_dataset(reference["files"], *how)
-    dataset = open_dataset(import_function(reference["function"]), *how)
+    dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
     if dataset.fingerprint() != reference["fingerprint"]:
         raise UserError(
             "the data function gave a worker process other data than the rank",
             "make it depend on its arguments only: seed a Generator inside it",
         )
     return dataset
+
+
+def flattened(dataset: ArrayDataset) -> dict[str, NDArray[Any]]:
+    """Its arrays; those of a ragged field as the values of all samples in a row, and their shapes."""
+    flat: dict[str, NDArray[Any]] = {}
+    for name, array in dataset.arrays.items():
+        if dataset.fields[name].is_ragged:
+            flat[f"{RAGGED}{name}"] = np.concatenate([item.ravel() for item in array])
+            flat[f"{SHAPES}{name}"] = np.array([item.shape for item in array], np.int64)
+        else:
+            flat[name] = array
+    return flat
+
+
+def unflattened(flat: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The arrays of ``flattened``; nothing is copied."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, array in flat.items():
+        if name.startswith(RAGGED):
+            shapes = flat[SHAPES + name.removeprefix(RAGGED)]
+            parts = np.split(array, np.cumsum(shapes.prod(axis=1))[:-1])
+            rows = [part.reshape(shape) for part, shape in zip(parts, shapes.tolist(), strict=True)]
+            arrays[name.removeprefix(RAGGED)] = ragged_rows(rows)
+        elif not name.startswith(SHAPES):
+            arrays[name] = array
+    return arrays
+
+
+def refer_to_recipe(recipe: Recipe) -> Reference:
+    """What ``recipe_of`` needs; raises UserError where a function cannot be imported."""
+    return {
+        "transform": recipe.transform and refer_to_function(recipe.transform, "the transform"),
+        "collate": recipe.collate and refer_to_function(recipe.collate, "collate"),
+        "seed": recipe.seed,
+    }
+
+
+def recipe_of(reference: Mapping[str, Any]) -> Recipe:
+    """The recipe of ``refer_to_recipe``, in another process."""
+    transform, collate = (reference[name] and import_function(reference[name]) for name in ("transform", "collate"))
+    return Recipe(transform, collate, reference["seed"])
 
 
 def refer_to_function(function: Callable[..., Any], what: str) -> Reference:

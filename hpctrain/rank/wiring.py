@@ -13,7 +13,8 @@ from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ScheduleConfig
 from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
-from hpctrain.data.samples import read_and_transform
+from hpctrain.data.order import first_draw
+from hpctrain.data.samples import Collate, Recipe, make_batch
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
@@ -59,6 +60,11 @@ class Problem:
     order: Order
     """Of the training samples, over all ranks."""
 
+    def fingerprint(self) -> str:
+        """Of the training data, and of the sampler where there is one."""
+        sampler = self.order.fingerprint()
+        return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
+
 
 def make_problem(config: Config, world: World) -> Problem:
     """Calls the user's task function and opens its data.
@@ -71,7 +77,8 @@ def make_problem(config: Config, world: World) -> Problem:
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     data = config.data
-    train = open_dataset(task.train, allow_outside=data.allow_outside)
+    open_data = partial(open_dataset, allow_outside=data.allow_outside, ragged=task.collate is not None)
+    train = open_data(task.train)
     make_weights(task, lambda: train, config.seed)
     order = Order(
         length=len(train),
@@ -80,10 +87,11 @@ def make_problem(config: Config, world: World) -> Problem:
         shuffle=data.shuffle,
         block_samples=data.block_samples,
         drop_last=data.drop_last,
+        sampler=task.sampler,
     )
     validation = None
     if task.validation is not None:
-        validation = open_dataset(task.validation, allow_outside=data.allow_outside)
+        validation = open_data(task.validation)
     return Problem(task, train, validation, order)
 
 
@@ -93,17 +101,18 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
         from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
 
         if lacks_weights(task.model):
-            dry_call(task, read_and_transform(train(), task.transform, seed, epoch=0, ids=np.arange(1)))
+            recipe = Recipe(task.transform, task.collate, seed)
+            dry_call(task, make_batch(train(), recipe, first_draw(np.arange(1))))
 
 
 def require_same_data(problem: Problem, world: World) -> None:
     """Raises UserError, on all ranks, where some of them read other training data than the rest. Collective."""
-    prints = world.everyone.allgather(problem.train.fingerprint(), "compare their training data")
+    prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:
         raise UserError(
             f"ranks {', '.join(map(str, others[:8]))} read other training data than rank 0",
-            "look for old copies on node-local disks, and for task functions that draw data at random",
+            "look for old copies on node-local disks, and for task functions and samplers that draw data at random",
         )
 
 
@@ -130,11 +139,11 @@ def make_framework(
     return KerasFramework(task, world, config, clock, choice)
 
 
-def make_validation(config: Config, world: World, dataset: Dataset) -> ValidationData:
+def make_validation(config: Config, world: World, dataset: Dataset, collate: Collate | None) -> ValidationData:
     """This rank's part of a dataset, in batches as large as one rank's micro-batches."""
     group = world.data
     share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
-    return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches)
+    return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches, collate)
 
 
 def make_hooks(
@@ -161,7 +170,7 @@ def make_hooks(
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
     stateful = [*early_stop, *rate_hooks(config, problem.task), *more]
     if config.checkpoint.enabled:
-        batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
+        batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
     hooks += stateful  # behind what restores their state
     hooks.append(MonitorHook(monitor))
@@ -246,8 +255,9 @@ def make_trainer(
             transform=problem.task.transform,
             seed=config.seed,
             place=framework.place,
+            collate=problem.task.collate,
         ),
-        validation=None if validation is None else make_validation(config, world, validation),
+        validation=None if validation is None else make_validation(config, world, validation, problem.task.collate),
         schedule=schedule,
         plan=plan,
         clock=clock,

@@ -52,6 +52,13 @@ class Task:
     schedule: Callable[[int], float | Sequence[float]] | TorchScheduler | None = None
     """Learning rate, where the run file has no schedule: schedule(step) is the factor on the optimizer's own rate for
     the update after ``step`` done ones, or a sequence of one for each of its parameter groups; or a TorchScheduler."""
+    collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None
+    """collate(samples) makes one micro-batch of a list of samples (dicts of NumPy arrays), for training and for
+    validation: a dict of arrays, the first of which has a row for each sample. By default samples are stacked, and must
+    be equal in shape. ``hpctrain.pad`` is one for samples of variable length. Importable, as transform is."""
+    sampler: Callable[[Any], Any] | None = None
+    """sampler(epoch) names the training samples of an epoch in order, in place of data.shuffle: int64[n], with the same
+    n in all epochs. ``epoch`` is a ``hpctrain.Epoch``; see WeightedSampler, LengthGroupedSampler, CurriculumSampler."""
 
 
 class TorchTask(Task):

@@ -25,6 +25,7 @@ def open_dataset(
     fields: Sequence[str] | None = None,
     cache_bytes: int = CACHE_BYTES,
     allow_outside: Sequence[str | Path] = (),
+    ragged: bool = False,
 ) -> Dataset:
     """Opens data of any kind that hpctrain trains on.
 
@@ -37,14 +38,15 @@ def open_dataset(
         cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
         allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, beside the
             folder in which each file lies.
+        ragged: samples of a torch or tf.data Dataset may differ in shape. A task with ``collate`` opens its data so.
 
     Raises:
         UserError: the source is missing, damaged, empty, or holds what cannot be trained on.
     """
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
-        dataset = open_dataset(source(), names, cache_bytes, allow_outside)
-        return CalledDataset(dataset, source, names, cache_bytes, allow_outside)
+        dataset = open_dataset(source(), names, cache_bytes, allow_outside, ragged)
+        return CalledDataset(dataset, source, names, cache_bytes, allow_outside, ragged)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
@@ -55,11 +57,11 @@ def open_dataset(
     if comes_from(source, "torch"):
         from hpctrain.data.formats.torch_dataset import from_torch
 
-        return from_torch(source, names)
+        return from_torch(source, names, ragged)
     if comes_from(source, "tensorflow"):
         from hpctrain.data.formats.tensorflow_dataset import from_tensorflow
 
-        return from_tensorflow(source, names)
+        return from_tensorflow(source, names, ragged)
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
         paths = [path for item in source for path in expand(item)]
         return open_files(paths, names, BlockCache(cache_bytes), allow_outside)
@@ -80,12 +82,14 @@ class CalledDataset:
         names: tuple[str, ...] | None,
         cache_bytes: int,
         outside: Sequence[str | Path],
+        ragged: bool,
     ) -> None:
         self.dataset = dataset
         self.function = function
         self.names = names
         self.cache_bytes = cache_bytes
         self.outside = tuple(map(str, outside))
+        self.ragged = ragged
         self.fields = dataset.fields
 
     def __len__(self) -> int:
@@ -114,7 +118,7 @@ class ConcatDataset:
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """See Dataset."""
         owner = np.searchsorted(self.ends, indices, side="right")
-        samples = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self.fields.items()}
+        samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
         for index in np.unique(owner).tolist():
             rows = np.flatnonzero(owner == index)
             part = self.parts[index]

@@ -10,16 +10,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.data.dataset import ArrayDataset, from_arrays
-from hpctrain.data.samples import named, stack, with_place
+from hpctrain.data.dataset import ArrayDataset, Field, from_arrays
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import named, stack
 from hpctrain.errors import UserError
 
 MEMORY_BYTES = 4 * 2**30
 """Most that a pipeline may give: every rank holds all of it."""
 
 
-def from_tensorflow(source: Any, names: tuple[str, ...] | None) -> ArrayDataset:
+def from_tensorflow(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> ArrayDataset:
     """The samples of a tf.data.Dataset that gives one sample an element: dicts, tuples or single tensors.
+
+    With ``ragged`` their arrays may differ in shape, but not in the number of axes.
 
     Raises:
         UserError: endless, empty, too large for memory, failing, or with samples of different shapes.
@@ -49,4 +52,5 @@ def from_tensorflow(source: Any, names: tuple[str, ...] | None) -> ArrayDataset:
         ) from error
     if not samples:
         raise UserError("the tf.data pipeline gives no samples", "give data with at least one sample")
-    return from_arrays(stack(samples, range(len(samples)), "the tf.data pipeline"), "the tf.data pipeline")
+    fields = {name: Field((-1,) * value.ndim, value.dtype) for name, value in samples[0].items()} if ragged else None
+    return from_arrays(stack(samples, range(len(samples)), "the tf.data pipeline", fields), "the tf.data pipeline")

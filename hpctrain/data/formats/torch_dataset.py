@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples, check_field
-from hpctrain.data.samples import Sample, layout, named, stack, with_place
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import Sample, layout, named, stack
 from hpctrain.errors import UserError
 
 
@@ -41,8 +42,11 @@ class TorchDataset:
         return hashlib.sha256(f"{source.__qualname__} {len(self)} {layout(self.fields)}".encode()).hexdigest()
 
 
-def from_torch(source: Any, names: tuple[str, ...] | None) -> TorchDataset:
-    """A map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers."""
+def from_torch(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> TorchDataset:
+    """A map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers.
+
+    With ``ragged`` their arrays may differ in shape, but not in the number of axes.
+    """
     kind = type(source).__name__
     if isinstance(source, torch.utils.data.DataLoader):
         raise UserError(
@@ -61,7 +65,8 @@ def from_torch(source: Any, names: tuple[str, ...] | None) -> TorchDataset:
     if length == 0:
         raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
     first = sample_of(source, 0, names)
-    fields = {name: check_field(name, (length, *value.shape), value.dtype, kind) for name, value in first.items()}
+    shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
+    fields = {name: check_field(name, (length, *shapes[name]), value.dtype, kind) for name, value in first.items()}
     return TorchDataset(source, fields, names)
 
 

@@ -40,6 +40,12 @@ def from_dataset(dataset: Dataset) -> Source:
     Args:
         dataset: see ``open_dataset``.
     """
+    ragged = [name for name, field in dataset.fields.items() if field.is_ragged]
+    if ragged:
+        raise UserError(
+            f"the samples of {', '.join(map(repr, ragged))} differ in shape, which HDF5 arrays cannot hold",
+            "pad them to one shape, and keep their lengths in an array of their own",
+        )
     step = block_samples(dataset.fields)
 
     def blocks() -> Iterator[Samples]:

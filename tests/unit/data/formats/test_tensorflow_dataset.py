@@ -39,3 +39,12 @@ def test_a_pipeline_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tensorflow_dataset, "MEMORY_BYTES", 10)
     with pytest.raises(UserError, match="every rank would hold"):
         open_dataset(tf.data.Dataset.range(5))
+
+
+def test_samples_that_differ_in_shape() -> None:
+    source = tf.data.Dataset.range(1, 4).map(lambda n: {"x": tf.range(n), "n": n})
+    dataset = open_dataset(source, ragged=True)
+    assert dataset.fields["x"].is_ragged and not dataset.fields["n"].is_ragged
+    assert [x.tolist() for x in dataset.read(np.arange(3))["x"]] == [[0], [0, 1], [0, 1, 2]]
+    with pytest.raises(UserError, match=r"the tf\.data pipeline gives x int64"):
+        open_dataset(source)

@@ -1,0 +1,89 @@
+"""Samples of variable length as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Samples
+from hpctrain.data.samples import stack
+from hpctrain.errors import UserError
+
+
+def pad(
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    fields: Sequence[str],
+    value: float | Mapping[str, float] = 0,
+    multiple_of: int = 1,
+    length: int | None = None,
+    mask: str | None = None,
+) -> Samples:
+    """Pads arrays at their ends to the largest of the batch, and stacks all others: a ready ``collate``.
+
+    Give arguments with ``functools.partial(hpctrain.pad, fields=["tokens"], multiple_of=8, mask="mask")``.
+
+    Args:
+        samples: dicts of arrays, which may differ in shape only where they are padded.
+        fields: names of the arrays to pad, along each axis in which they differ.
+        value: what to pad with; by name where it is not the same for all, and 0 for those that it leaves out.
+        multiple_of: the first axis is padded to the next multiple of this. Frameworks compile once for each length:
+            multiples keep the number of lengths small.
+        length: pad the first axis to this length in every batch.
+        mask: name of an array to add: bool[samples, padded length], true where the first of ``fields`` has values.
+
+    Returns:
+        Arrays by name, in the samples' order, with the samples along the first axis.
+
+    Raises:
+        UserError: a sample lacks one of the fields, is longer than ``length``, or differs where it is not padded.
+    """
+    first = samples[0]
+    missing = [name for name in fields if name not in first or np.ndim(first[name]) == 0]
+    if missing or not fields:
+        raise UserError(
+            f"pad: samples have no array {' or '.join(map(repr, missing))} with an axis to pad"
+            if missing
+            else "pad: no fields are named",
+            f"name some of {', '.join(first)} in fields",
+        )
+    shapes = {name: padded_shape(name, samples, multiple_of, length) for name in fields}
+    values = value if isinstance(value, Mapping) else dict.fromkeys(fields, value)
+    rows = [
+        {
+            name: padded(np.asarray(array), shapes[name], values.get(name, 0)) if name in shapes else np.asarray(array)
+            for name, array in sample.items()
+        }
+        for sample in samples
+    ]
+    batch = stack(rows, range(len(rows)), "pad, counting in the batch,")
+    if mask is not None:
+        lengths = np.array([len(sample[fields[0]]) for sample in samples])
+        batch[mask] = np.arange(shapes[fields[0]][0]) < lengths[:, None]
+    return batch
+
+
+def padded_shape(
+    name: str, samples: Sequence[Mapping[str, Any]], multiple_of: int, length: int | None
+) -> tuple[int, ...]:
+    """The shape that all samples' arrays of this name get."""
+    shapes = [np.shape(sample[name]) for sample in samples]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise UserError(f"pad: the samples' arrays {name!r} differ in their number of axes", "give all the same number")
+    longest, *others = (max(axis) for axis in zip(*shapes, strict=True))
+    if length is not None and longest > length:
+        raise UserError(
+            f"pad: an array {name!r} has {longest} values along its first axis, and length is {length}",
+            "cut such samples in the transform, or give a larger length",
+        )
+    return -(-(length or longest) // multiple_of) * multiple_of, *others
+
+
+def padded(array: NDArray[Any], shape: tuple[int, ...], value: float) -> NDArray[Any]:
+    """The array at the beginning of a larger one."""
+    result = np.full(shape, value, array.dtype)
+    result[tuple(map(slice, array.shape))] = array
+    return result
