@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
-from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.hook_state import restore, state_of
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
@@ -96,11 +95,11 @@ class CheckpointHook(BaseHook):
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
             "versions": versions(),
-            "other_names": getattr(training.framework, "other_names", {}),
+            "other_names": dict(training.framework.other_names),
         }
         loaded = resume(self.store, training.framework, training.state, self.identity, self.fresh)
-        allocate = getattr(training.framework, "staging", host_buffer)
-        self.saver = open_saver(self.store, writers(self.config.writers, training.world), allocate)
+        staging = training.framework.staging
+        self.saver = open_saver(self.store, writers(self.config.writers, training.world), staging)
         if loaded:
             self.saved_step = loaded.step
             self.saver.sound.add(loaded.step)

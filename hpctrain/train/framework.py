@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data import Samples
@@ -79,6 +80,17 @@ class Framework(Protocol):
 
     def reseed(self, step: int) -> None:
         """Begins this rank's random streams again, with others for each step at which that is done."""
+
+    @property
+    def other_names(self) -> Mapping[str, str]:
+        """Further names of tensors that the model shares (tied weights), and the name by which ``state`` gives each."""
+
+    def staging(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Host memory of this size for ``copy_into``, to which copies from the device are fastest; zeros.
+
+        Raises:
+            MemoryError: there is not so much.
+        """
 
     def synchronize(self) -> None:
         """Returns when all copies begun by ``copy_into`` are done."""

@@ -249,6 +249,15 @@ class KerasFramework:
         """See Framework: TensorFlow copies by itself."""
         return samples
 
+    @property
+    def other_names(self) -> Mapping[str, str]:
+        """See Framework: Keras gives a shared variable once."""
+        return {}
+
+    def staging(self, num_bytes: int) -> NDArray[np.uint8]:
+        """See Framework. Written to, so that the first snapshot does not pay for it."""
+        return np.full(num_bytes, 0, np.uint8)
+
     def synchronize(self) -> None:
         """See Framework: copies are complete when ``copy_into`` returns."""
 

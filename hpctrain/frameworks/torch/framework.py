@@ -301,7 +301,7 @@ class TorchFramework:
         return {name: writable(array).pin_memory().numpy() for name, array in samples.items()}
 
     def staging(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Host memory for a checkpoint's snapshot: uint8, page-locked where the model is on a GPU."""
+        """See Framework: page-locked if the model is on a GPU."""
         try:
             memory = torch.zeros(num_bytes, dtype=torch.uint8)
             buffer = memory.numpy()

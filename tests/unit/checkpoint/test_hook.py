@@ -53,6 +53,11 @@ class Counter:
     def load(self, arrays: Mapping[str, Any]) -> None:
         self.weight[...] = arrays["model/weight"]
 
+    other_names: Mapping[str, str] = {}
+
+    def staging(self, num_bytes: int) -> np.ndarray:
+        return np.zeros(num_bytes, np.uint8)
+
     def synchronize(self) -> None: ...
 
 

@@ -71,6 +71,11 @@ class LeastSquares:
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         self.weights = arrays["weights"]
 
+    other_names: Mapping[str, str] = {}
+
+    def staging(self, num_bytes: int) -> np.ndarray:
+        return np.zeros(num_bytes, np.uint8)
+
     def synchronize(self) -> None: ...
 
     def weights_hash(self) -> str:
