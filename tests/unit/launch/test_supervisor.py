@@ -19,7 +19,7 @@ from hpctrain.launch.supervisor import supervise
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.verdict import PREFLIGHT, Action
+from hpctrain.run.verdict import PREFLIGHT, Action, Stop
 from hpctrain.system.signals import StopSignals
 
 SUPERVISOR = """
@@ -102,3 +102,19 @@ def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkey
     monkeypatch.setattr(attempts, "collect", slow)
     supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "3"], {}, 1), Limits(), {})
     assert len(looks) == 2, "one when it begins, one when it is over"
+
+
+def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoint_grows(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    attempt = Attempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits(stop_grace_s=60))
+    partial = run.checkpoints / ".partial-step-000000009-token"
+    partial.mkdir()
+    attempt.begin_stop(0, Stop("signal SIGTERM", by_person=False))
+    for now in (50, 100, 150):
+        with open(partial / "shard-00000-of-00001.h5", "ab") as shard:
+            shard.write(bytes(100))
+        attempt.look_at_save(now)
+        assert attempt.stop_deadline == now + 60
+    attempt.look_at_save(190)
+    assert attempt.stop_deadline == 210, "it has not grown"
