@@ -95,6 +95,11 @@ def multiply(first: Polynomials, second: Polynomials) -> Polynomials:
     """Elementwise products."""
     product = np.zeros(np.broadcast_shapes(first.shape, second.shape), dtype=np.uint32)
     for power in range(32):  # second is now times x ** power
-        product ^= np.where(first & (ONE >> np.uint32(power)), second, np.uint32(0))
-        second = (second >> np.uint32(1)) ^ np.where(second & np.uint32(1), POLYNOMIAL, np.uint32(0))
+        product ^= second & mask(first >> np.uint32(31 - power))
+        second = (second >> np.uint32(1)) ^ (POLYNOMIAL & mask(second))
     return product
+
+
+def mask(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """All bits where a value's lowest bit is set, else none; several times as fast as a choice."""
+    return np.negative(values & np.uint32(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -45,3 +47,8 @@ def test_parts_that_are_far_from_the_end(size: int) -> None:
 def test_a_shift_beyond_4_gib_is_the_product_of_two_shorter_ones() -> None:
     far, half = checksum.shift(np.array([6 << 30])), checksum.shift(np.array([3 << 30]))
     assert far == checksum.multiply(half, half)
+
+
+def test_without_isal_sums_are_those_of_zlib() -> None:
+    code = "import sys; sys.modules['isal'] = None; from hpctrain.checkpoint.format import checksum as c; "
+    subprocess.run([sys.executable, "-c", code + "assert c.crc32.__module__ == 'zlib'"], check=True, timeout=60)
