@@ -15,9 +15,8 @@ from hpctrain.checkpoint.format.files import listed, make_durable_folder, sync_f
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Manifest, shard_file
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.run import step_folder
+from hpctrain.run.step_folder import PARTIAL
 
-PARTIAL = ".partial-"
-"""Prefix of a folder that is being written."""
 TRASH = ".trash-"
 """Prefix of a folder that is being deleted."""
 REPLACED = ".replaced-"

@@ -86,7 +86,8 @@ class CheckpointHook(BaseHook):
         self.due = False
         self.is_best = False
         self.best: float | None = None
-        self.best_step: int | None = None
+        self.best_steps: set[int] = set()
+        self.failures = 0
 
     def before_fit(self, training: Training) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""
@@ -133,29 +134,31 @@ class CheckpointHook(BaseHook):
         self._settle(self.saver.advance(least[:2]))
         state = training.state
         by_position = self.policy.due_at(state.step, state.epoch, state.batch == 0)
-        self.due = self.due or by_position or self.is_best or not least[2]
-        if self.due and self.is_best and not self.saver.idle:
-            self._settle(self.saver.finish())
-        if self.due and self.saver.idle:
+        self.due = self.due or by_position or not least[2]
+        if self.is_best or (self.due and self.saver.idle):  # the best one cannot wait for a later step
             self._begin(training)
             if self.config.mode == "sync":
-                self._settle(self.saver.finish())
-        elif self.preparations < PREPARATIONS:
+                self._finish()
+        elif self.preparations < PREPARATIONS and self.saver.idle:
             self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
                 self.saver.prepare([*training.framework.state(), *state_of(self.hooks).tensors])
         training.clock.mark(Phase.CHECKPOINT)
-        late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
+        late = time.monotonic() - self.last_s >= self._interval_s()
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)
         flags = np.append(self.saver.flags(), np.int64(not_due))
         self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """Saves the end of the attempt, and returns when it is durable. Raises RunFailed where it cannot be."""
+        """Saves the end of the attempt, and returns when it is durable. Raises RunFailed where it cannot be.
+
+        One that was asked to stop has little time: it gives up what is in flight, unless that is the best one so far.
+        """
         assert self.saver is not None, "before_fit opens the saver"
         self._settle(self.saver.advance(self._agreed()[:2]))
-        if not self.saver.idle:
-            self._settle(self.saver.finish())
+        if reason is StopReason.REQUESTED and self.saved_step != training.state.step:
+            self.saver.drop(self.best_steps | {training.state.step})
+        self._finish()
         if self.saved_step != training.state.step:
             self._begin(training)
             self._settle(self.saver.finish()).path_or_raise()
@@ -182,6 +185,17 @@ class CheckpointHook(BaseHook):
         self.agreement = None
         return taken
 
+    def _interval_s(self) -> float:
+        """Seconds from the last save to one that is due by the clock."""
+        interval_s = self.policy.interval_s(self.cost)
+        return min(interval_s, self.policy.retry_s(self.failures, self.stall_s)) if self.failures else interval_s
+
+    def _finish(self) -> None:
+        """Waits until nothing is in flight."""
+        assert self.saver is not None, "before_fit opens the saver"
+        while not self.saver.idle:
+            self._settle(self.saver.finish())
+
     def _begin(self, training: Training) -> None:
         """Snapshot of all state at this step."""
         assert self.saver is not None, "before_fit opens the saver"
@@ -200,7 +214,7 @@ class CheckpointHook(BaseHook):
         }
         self.saver.begin([*tensors, *hooks.tensors], step, meta, framework.synchronize)
         if self.is_best:
-            self.best_step = step
+            self.best_steps.add(step)
         self.due = self.is_best = False
         self.last_s = time.monotonic()
         self.stall_s = self.last_s - begin
@@ -210,12 +224,18 @@ class CheckpointHook(BaseHook):
         if outcome is None:
             return None
         path = str(outcome.path)
+        if outcome.is_dropped:
+            return outcome
         if outcome.error:
-            self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
+            self.failures += 1
+            self.last_s = time.monotonic()
+            self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error, failures=self.failures)
             return outcome.path_or_raise() if outcome.is_final else outcome
+        self.failures = 0
         self.saved_step = outcome.step
-        if outcome.step == self.best_step and self.saver:
+        if outcome.step in self.best_steps and self.saver:
             self.saver.protected = {outcome.step}
+            self.best_steps = {step for step in self.best_steps if step > outcome.step}
         self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
         self._report(
             "checkpoint_saved",
@@ -245,6 +265,8 @@ def told(event: str, step: int, fields: Mapping[str, Any]) -> Iterator[str]:
     """Lines for a person, of events that nobody should miss."""
     if event == "checkpoint_failed":
         yield f"checkpoint of step {step} FAILED: {fields['error']}; older checkpoints are whole"
+        if fields["failures"] > 1:
+            yield f"{fields['failures']} CHECKPOINTS IN A ROW FAILED: what was trained since the last is not saved"
     if event == "resumed":
         for rejected in fields["rejected"]:
             yield f"checkpoint of step {rejected['step']} is not used: {rejected['reason']}"

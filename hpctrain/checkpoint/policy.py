@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.sections import CheckpointConfig, at_least
@@ -12,6 +12,10 @@ FIRST_S = 60.0
 """Seconds to the first automatic checkpoint, which measures what one costs."""
 LEAST_S = 10.0
 """Automatic checkpoints are never closer than this."""
+RETRY_S = 10.0
+"""Seconds from a save that failed to the next attempt; twice as long after each further failure, up to ..."""
+LONGEST_RETRY_S = 120.0
+"""... this."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Policy:
         if self.every_steps and step % self.every_steps == 0:
             return True
         return bool(self.every_epochs and at_epoch_end and epoch % self.every_epochs == 0)
+
+    def retry_s(self, failures: int, stall_s: float) -> float:
+        """Seconds from the last of so many failures in a row to the next attempt, which costs a stall as well."""
+        return max(min(RETRY_S * 2 ** min(failures - 1, 10), LONGEST_RETRY_S), stall_s / self.overhead_budget)
 
     def interval_s(self, cost: Cost | None) -> float:
         """Seconds from one checkpoint to the next by the clock, infinity if only positions count; rank 0 decides."""
@@ -88,7 +96,7 @@ class Retention:
     last: int | None = None
     """Newest checkpoints that are kept; all of them if None."""
     every_steps: int | None = None
-    """Checkpoints at multiples of this are kept for ever."""
+    """The first checkpoint at or after each multiple of this is kept for ever."""
 
     def __post_init__(self) -> None:
         at_least("keep_last", self.last, 1)
@@ -103,12 +111,18 @@ class Retention:
         """
         if self.last is None:
             return []
-        newest = set(sorted(steps)[-self.last :])
-        return [
-            step
-            for step in sorted(steps)
-            if step not in newest and step not in protected and not (self.every_steps and step % self.every_steps == 0)
-        ]
+        ordered = sorted(steps)
+        kept = {*ordered[-self.last :], *protected, *self.milestones(ordered)}
+        return [step for step in ordered if step not in kept]
+
+    def milestones(self, ordered: Sequence[int]) -> set[int]:
+        """Of ascending steps, the first at or after each multiple of ``every_steps``."""
+        if not self.every_steps:
+            return set()
+        first: dict[int, int] = {}
+        for step in ordered:
+            first.setdefault(step // self.every_steps, step)
+        return {step for multiple, step in first.items() if multiple or not step}  # of 0 none but 0 itself
 
 
 KEEP_ALL = Retention()

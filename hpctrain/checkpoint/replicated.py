@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hpctrain.checkpoint.format.checksum import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.comm.group import Group
 from hpctrain.errors import RunFailed
@@ -21,7 +21,7 @@ def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize:
             value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
             tensor.copy_into(value)
             synchronize()
-            sums[tensor.name] = zlib.crc32(value.tobytes())
+            sums[tensor.name] = crc32(value.tobytes())
     of_ranks = group.allgather(sums, "compare what should be equal")
     unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]
     if unequal:

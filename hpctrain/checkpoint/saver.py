@@ -6,15 +6,17 @@ suits, and hands the result to ``advance()``: all ranks go from one stage to the
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.folder import CheckpointFolder, leave_record
 from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, shard_file
+from hpctrain.checkpoint.format.paced_write import Dropped
 from hpctrain.checkpoint.format.partition import partition
-from hpctrain.checkpoint.format.shard import ShardImage, host_buffer, skeleton
+from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
-SPARE_BYTES = 16 << 20
-"""Free space that a checkpoint must leave."""
+LEAST_SPARE_BYTES = 64 << 10
+"""Free space that the smallest checkpoint must leave, for its manifest and what else the run writes."""
+MORE_SPARE_BYTES = 16 << 20
+"""What a large one must leave beyond that."""
 WRITE_TIMEOUT_S = 24 * 3600.0
 """Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
 LAYOUT = attrgetter("name", "shape", "dtype", "placement")
@@ -63,6 +68,8 @@ class Outcome:
     """Why there is no checkpoint, naming ranks."""
     code: Code | None = None
     """The same for programs."""
+    is_dropped: bool = False
+    """Whether the reason is that its ranks gave it up; see ``Saver.drop``."""
 
     @property
     def is_final(self) -> bool:
@@ -101,11 +108,25 @@ class Job:
     partial: Path
     begin: float
     stall_s: float
-    stage: Stage
-    future: Future[Any]
+    image: ShardImage | None
+    """The snapshot; None where it could not be taken."""
+    problem: Exception | None = None
+    """Why not."""
+    stage: Stage = Stage.WRITING
+    future: Future[Any] = field(default_factory=Future)
     """Of the background work of this stage on this rank."""
-    error: str | None = None
-    code: Code | None = None
+    dropped: Event = field(default_factory=Event)
+    """The file is to be written no further."""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job failed, over all ranks."""
+
+    error: str
+    code: Code
+    is_dropped: bool
 
 
 class Saver:
@@ -141,8 +162,11 @@ class Saver:
         self.sources: list[int] = []
         self.trained: frozenset[str] = frozenset()
         self.total_bytes = 0
-        self.image: ShardImage | None = None
+        self.plan: Skeleton | None = None
+        self.images: list[ShardImage] = []
+        """Staging: one, or two once a snapshot had to wait for the one in flight."""
         self.job: Job | None = None
+        self.waiting: Job | None = None
         self.sound: set[int] = set()
         self.protected: set[int] = set()
 
@@ -152,18 +176,29 @@ class Saver:
         return self.job is None
 
     def prepare(self, tensors: Sequence[StateTensor]) -> ShardImage:
-        """Lays out this rank's shard and allocates staging; ``begin`` does so by itself when tensors are new to it."""
+        """Staging that is free, for this rank's shard; made where tensors are new to it or the other one is in flight.
+
+        Raises:
+            UserError: names or types cannot be stored (the same on all ranks).
+            MemoryError, OSError: no memory.
+        """
         layout = list(map(LAYOUT, tensors))
-        if self.image is None or layout != self.layout:
-            self.image = None  # frees the old staging before the new is taken
+        if self.plan is None or layout != self.layout:
+            self.plan = None
+            self.images.clear()  # frees the old staging before the new is taken
             pieces, self.total_bytes = self._plan(tensors)
             pieces.sort(key=lambda piece: piece.num_bytes)  # else libhdf5 searches the gaps between for every small one
             index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
             self.sources = [index_of[piece.tensor.name] for piece in pieces]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
-            self.image = ShardImage(skeleton(pieces), self.allocate)
+            self.plan = skeleton(pieces)
             self.layout = layout
-        return self.image
+        in_flight = self.job.image if self.job else None
+        free = next((image for image in self.images if image is not in_flight), None)
+        if free is None:
+            free = ShardImage(self.plan, self.allocate)
+            self.images.append(free)
+        return free
 
     def _plan(self, tensors: Sequence[StateTensor]) -> tuple[list[Piece], int]:
         """This rank's pieces, and about how many bytes all ranks write."""
@@ -186,6 +221,9 @@ class Saver:
     ) -> None:
         """Takes a snapshot and starts to write it. Returns when ``tensors`` may change again; talks to no other rank.
 
+        While another is in flight, the snapshot waits for it, in memory of its own, and takes the place of one that
+        has waited until now.
+
         Args:
             tensors: the whole state, in the same order on all ranks.
             step: number of the checkpoint.
@@ -195,21 +233,31 @@ class Saver:
         Raises:
             UserError: names or types cannot be stored (the same on all ranks).
         """
-        assert self.job is None, "one checkpoint in flight; finish() the last one first"
         begin = time.monotonic()
         self.count += 1
         partial = self.folder.partial(step, f"{self.token}-{self.count}")
-        future: Future[Any] = Future()
+        image, problem = None, None
         try:
             image = self.prepare(tensors)
             for source, view, piece in zip(self.sources, image.views, image.pieces, strict=True):
                 tensors[source].copy_into(view, piece.first_row)
             synchronize()
         except (MemoryError, OSError) as error:
-            future.set_exception(error)
+            image, problem = None, error
+        job = Job(step, meta, partial, begin, time.monotonic() - begin, image, problem)
+        if self.job:
+            self.waiting = job
         else:
-            future = self.thread.submit(self._write, image, partial)
-        self.job = Job(step, meta, partial, begin, time.monotonic() - begin, Stage.WRITING, future)
+            self._start(job)
+
+    def drop(self, wanted: Collection[int]) -> None:
+        """Gives up the checkpoint in flight, unless all ranks have written it; all ranks call it, then ``finish``.
+
+        Args:
+            wanted: steps whose checkpoint is not given up.
+        """
+        if self.job and self.job.stage is Stage.WRITING and self.job.step not in wanted:
+            self.job.dropped.set()
 
     def flags(self) -> NDArray[np.int64]:
         """int64[2] (finished, sound) of this rank, whose minimum over the ranks ``advance`` takes."""
@@ -229,7 +277,7 @@ class Saver:
         if job is None or not least[0]:
             return None
         if not least[1] and job.stage is not Stage.ABANDONING:
-            job.error, job.code = self._reasons(job)
+            job.failure = self._reasons(job)
             self._enter(job, Stage.ABANDONING, self.folder.discard, job.partial)
             return None
         if job.stage is Stage.WRITING:
@@ -254,7 +302,15 @@ class Saver:
         """Ends the thread after what it has to do; a checkpoint in flight stays uncommitted."""
         self.thread.shutdown(wait=True)
 
-    def _write(self, image: ShardImage, partial: Path) -> None:
+    def _start(self, job: Job) -> None:
+        """A snapshot becomes the one in flight."""
+        self.job = job
+        if job.image is None:
+            job.future.set_exception(job.problem)
+        else:
+            job.future = self.thread.submit(self._write, job.image, job.partial, job.dropped.is_set)
+
+    def _write(self, image: ShardImage, partial: Path, is_dropped: Callable[[], bool]) -> None:
         """On every rank, in the background."""
         if spoiled := image.first_not_finite(self.trained):
             fix = "no checkpoint is made of weights that nobody could go on with"
@@ -262,7 +318,7 @@ class Saver:
         self.folder.prepare_folder(partial)
         self._require_space(partial, image.buffer.size)
         file = shard_file(self.group.rank, self.group.size)
-        leave_record(partial, file, image.write(partial / file))
+        leave_record(partial, file, image.write(partial / file, is_dropped))
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
         """Raises RunFailed without room: on rank 0 for what is missing of all shards, on others for theirs."""
@@ -270,10 +326,10 @@ class Saver:
         if self.group.rank == 0:  # others may have begun; one rank that asks for all sizes is enough for the server
             missing = self.total_bytes - sum(entry.stat().st_size for entry in os.scandir(partial))
         free = os.statvfs(partial)
-        available, needed = free.f_bavail * free.f_frsize, missing + SPARE_BYTES
+        available, needed = free.f_bavail * free.f_frsize, missing + spare_bytes(self.total_bytes)
         if available < needed:
-            lack = f"{self.folder.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed"
-            raise RunFailed(f"No space left on device: {lack}", "free space there", Code.DISK_FULL)
+            lack = f"{self.folder.path} has {available / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed"
+            raise RunFailed(f"{os.strerror(errno.ENOSPC)}: {lack}", "free space there", Code.DISK_FULL)
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
@@ -294,23 +350,29 @@ class Saver:
         job.future = self.thread.submit(work, *arguments) if self.group.rank == 0 else self.thread.submit(int)
 
     def _end(self, job: Job) -> Outcome:
-        """The job is over."""
-        self.job = None
+        """The job is over; the one that has waited begins."""
         num_bytes = job.future.result() if job.stage is Stage.COMMITTING else 0
-        if self.group.rank == 0 and not job.error:
+        if self.group.rank == 0 and not job.failure:
             self.thread.submit(self._clear)
-        seconds = time.monotonic() - job.begin
-        return Outcome(job.step, self.folder.folder(job.step), num_bytes, job.stall_s, seconds, job.error, job.code)
+        outcome = Outcome(job.step, self.folder.folder(job.step), num_bytes, job.stall_s, time.monotonic() - job.begin)
+        self.job, waiting, self.waiting = None, self.waiting, None
+        if waiting:
+            self._start(replace(waiting, begin=time.monotonic() - waiting.stall_s))
+        return replace(outcome, **vars(job.failure)) if job.failure else outcome
 
-    def _reasons(self, job: Job) -> tuple[str, Code]:
+    def _reasons(self, job: Job) -> Failure:
         """What went wrong on which ranks, and the code that says most about what follows. Collective."""
         error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
-        told = [mine, code_of(error)] if error else None
+        told = [mine, code_of(error), isinstance(error, Dropped)] if error else None
         all_told = self.group.allgather(told, "say why the checkpoint failed")
         reasons = [f"rank {rank}: {each[0]}" for rank, each in enumerate(all_told) if each]
         codes = [Code.read(each[1]) for each in all_told if each]
-        return "; ".join(reasons), next((code for code in (*FINAL, Code.DISK_FULL) if code in codes), codes[0])
+        return Failure(
+            error="; ".join(reasons),
+            code=next((code for code in (*FINAL, Code.DISK_FULL) if code in codes), codes[0]),
+            is_dropped=all(each[2] for each in all_told if each),
+        )
 
     def _replacement(self) -> Replaced | None:
         """On rank 0, the newer attempt that has begun, if any: it may have swept what was being written."""
@@ -322,6 +384,11 @@ class Saver:
         except OSError:  # that cannot be seen now
             pass
         return None
+
+
+def spare_bytes(num_bytes: int) -> int:
+    """Free space that a checkpoint of this size must leave."""
+    return LEAST_SPARE_BYTES + min(MORE_SPARE_BYTES, num_bytes // 8)
 
 
 def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:

@@ -269,7 +269,7 @@ class CheckpointConfig:
     keep_last: int = 3
     """Newest checkpoints that are kept."""
     keep_every_steps: int | None = None
-    """Keep each checkpoint whose step is a multiple of this for ever."""
+    """Keep for ever the first checkpoint at or after each multiple of this many steps."""
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training goes on."""
     writers: Literal["all", "node", "one"] = "all"
@@ -440,7 +440,7 @@ class LaunchConfig:
     max_failures: int = 3
     """Failures in a row without a new checkpoint after which the run ends; lost nodes and preemption do not count."""
     stop_grace_s: float = 60.0
-    """Seconds that ranks have to reach a step boundary and save after a stop request, before they are ended."""
+    """Seconds from a stop request, and from the last growth of the final checkpoint, until ranks are ended."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """What the job asks of Slurm."""
 

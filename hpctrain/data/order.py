@@ -124,7 +124,7 @@ class Order:
             raise UserError(f"data.shuffle is {self.shuffle!r}", "give full, block or none")
         if self.drop_last and self.epoch_samples < self.global_batch:
             raise UserError(
-                f"{self.epoch_samples} samples of an epoch fill no global batch of {self.global_batch}: drop_last is on",
+                f"{self.epoch_samples} samples of an epoch fill no global batch of {self.global_batch} (drop_last)",
                 "use a smaller global batch, or set data.drop_last to false",
             )
 

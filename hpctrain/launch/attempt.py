@@ -18,6 +18,7 @@ from hpctrain.errors import Code, Replaced
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
+from hpctrain.run import step_folder
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
@@ -70,7 +71,7 @@ class Limits:
     """How long things may take, and how often they may fail."""
 
     stop_grace_s: float = 60.0
-    """From a stop request to the end of the ranks."""
+    """From a stop request to the end of the ranks, and from each sign that their last checkpoint grows."""
     max_failures: int = 3
     """Failed attempts in a row without a new checkpoint."""
 
@@ -93,6 +94,8 @@ class WatchedAttempt:
     """Set when the supervisor itself ends the attempt."""
     stop: Stop | None = None
     stop_deadline: float = float("inf")
+    saved_bytes: int = 0
+    """Of the checkpoint in flight, at the last look after a stop request."""
     kill_at: float = float("inf")
     suspicion: dict[str, float] = field(default_factory=dict)
     """Since when something is seen that may not last."""
@@ -165,12 +168,13 @@ class WatchedAttempt:
         if now >= self.next_look:
             self.take_stop_file(now)
             self.look_at_ranks(now)
+            self.look_at_save(now)
             self.show_launcher_text()
             spent = time.monotonic() - now  # thousands of small files on a shared file system take their time
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
             grace = f"{self.limits.stop_grace_s:.0f} s"
-            what = f"the ranks did not stop within {grace} of the request"
+            what = f"the ranks did not stop within {grace} of the request, or of their checkpoint's last growth"
             self.end(now, failed_with(Code.STOP, what, "raise launch.stop_grace_s"))
             self.stop_deadline = float("inf")
         if now >= self.kill_at:
@@ -222,6 +226,15 @@ class WatchedAttempt:
             self.suspect("left", now, END_GRACE_S, what, words)
         if len(ended) == self.launch.ranks:
             self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
+
+    def look_at_save(self, now: float) -> None:
+        """After a stop request: as long as the ranks' checkpoint grows, they have their whole grace before them."""
+        if self.stop is None or self.stop_deadline == float("inf"):
+            return
+        saved_bytes = step_folder.bytes_in_flight(self.run_dir.checkpoints)
+        if saved_bytes > self.saved_bytes:
+            self.stop_deadline = max(self.stop_deadline, now + self.limits.stop_grace_s)
+        self.saved_bytes = saved_bytes
 
     def suspect(self, key: str, now: float, patience_s: float, what: str, words: Sequence[LastWord]) -> None:
         """Ends the attempt once this has lasted too long. A rank's own error stays the reason.

@@ -249,7 +249,13 @@ def failed_checkpoints(data: RunData) -> list[Explanation]:
     count = data.counts.get("checkpoint_failed", 1)
     which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
     title = f"{which} could not be written, the last at step {failed['step']}: {failed.get('error')}"
-    return [Explanation(Code.CHECKPOINT_FAILED, title, (), "free space in the run folder")]
+    saved, in_a_row = data.last("checkpoint_saved"), failed.get("failures") or 1
+    evidence: tuple[str, ...] = ()
+    if not saved or saved["time"] < failed["time"]:
+        newest = f"the newest one is of step {saved['step']}" if saved else "there is none"
+        times = f"the last {in_a_row} attempts to save failed" if in_a_row > 1 else "none has been saved since"
+        evidence = (f"{times}, and {newest}: what was trained since is not saved",)
+    return [Explanation(Code.CHECKPOINT_FAILED, title, evidence, "free space in the run folder")]
 
 
 Rule = Callable[[RunData], Explanation | None]

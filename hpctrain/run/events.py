@@ -61,7 +61,7 @@ TYPES: Mapping[str, Mapping[str, Shape]] = {
     "run_finished": {"reason": str, "steps": is_count, "seconds": float},
     "stop_requested": {"by": TEXT},
     "checkpoint_saved": {"path": str, "bytes": is_count, "stall_s": float, "write_s": float},
-    "checkpoint_failed": {"path": TEXT, "error": TEXT},
+    "checkpoint_failed": {"path": TEXT, "error": TEXT, "failures": COUNT},
     "resumed": {"path": TEXT, "ranks": COUNT, "rejected": ([{"step": COUNT, "reason": TEXT}], None)},
     "initial_weights": {
         "path": TEXT,

@@ -133,6 +133,15 @@ class Digest:
         moved = self.newest.get("train", {}).get("time", 0.0)
         return hang if hang and hang["attempt"] >= self.attempt and hang["time"] > moved else None
 
+    @property
+    def failing_saves(self) -> str | None:
+        """That checkpoints fail again and again, as a sentence, as long as none has been saved since."""
+        failed, saved = self.newest.get("checkpoint_failed"), self.newest.get("checkpoint_saved")
+        if not failed or failed["attempt"] < self.attempt or (saved and saved["time"] > failed["time"]):
+            return None
+        newest = f"the newest is of step {saved['step']}" if saved else "there is none"
+        return f"{in_a_row(failed)} failed, the last at step {failed['step']}; {newest}: {failed.get('error')}"
+
     def _take_over(self, attempt: int, step: int) -> None:
         """An attempt begins: what earlier ones did beyond its first step does not count."""
         if attempt < self.attempt:
@@ -167,7 +176,8 @@ def warning(event: Mapping[str, Any]) -> str | None:
     """A sentence on what a person should know of; None for events that go well."""
     name = event["event"]
     if name == "checkpoint_failed":
-        return f"the checkpoint could not be written: {event.get('error')}"
+        again = f" ({in_a_row(event)})" if (event.get("failures") or 1) > 1 else ""
+        return f"the checkpoint could not be written{again}: {event.get('error')}"
     if name == "hang":
         return str(event.get("sentence") or "no rank moves")
     if name == "stop_requested":
@@ -176,6 +186,12 @@ def warning(event: Mapping[str, Any]) -> str | None:
         rejected = event["rejected"][0]
         return f"the checkpoint of step {rejected.get('step')} was not used: {rejected.get('reason')}"
     return None
+
+
+def in_a_row(failed: Mapping[str, Any]) -> str:
+    """How many checkpoints have failed since one was saved, by the newest ``checkpoint_failed``."""
+    count = failed.get("failures") or 1
+    return "1 checkpoint" if count == 1 else f"{count} checkpoints in a row"
 
 
 def finding(event: Mapping[str, Any]) -> str:

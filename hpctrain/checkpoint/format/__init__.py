@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.format.files import BLOCK_BYTES, write_durably
+    from hpctrain.checkpoint.format.checksum import crc32
+    from hpctrain.checkpoint.format.files import BLOCK_BYTES, created, write_block, write_durably
     from hpctrain.checkpoint.format.layout import (
         ITEM_TYPES,
         DamagedCheckpoint,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         TensorSpec,
         UnreadableCheckpoint,
     )
+    from hpctrain.checkpoint.format.paced_write import threads
     from hpctrain.checkpoint.format.strict_json import Reader
 
 _MODULES = {
@@ -31,6 +33,10 @@ _MODULES = {
     "Shard": "layout",
     "TensorSpec": "layout",
     "UnreadableCheckpoint": "layout",
+    "crc32": "checksum",
+    "created": "files",
+    "threads": "paced_write",
+    "write_block": "files",
     "write_durably": "files",
 }
 
@@ -44,6 +50,10 @@ __all__ = [
     "Shard",
     "TensorSpec",
     "UnreadableCheckpoint",
+    "crc32",
+    "created",
+    "threads",
+    "write_block",
     "write_durably",
 ]
 

@@ -30,14 +30,25 @@ class NotAPlainFile(OSError):
 def write_durably(path: Path, data: NDArray[np.uint8] | bytes) -> None:
     """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``."""
     view = memoryview(data) if isinstance(data, bytes) else data.data
+    with created(path) as descriptor:
+        write_block(descriptor, view, 0, len(view))
+        os.fsync(descriptor)
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """Descriptor for writing a file that is not there yet."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        position = 0
-        while position < len(view):
-            position += os.pwrite(descriptor, view[position : position + BLOCK_BYTES], position)
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def write_block(descriptor: int, view: memoryview, begin: int, end: int) -> None:
+    """Writes bytes to where they belong in a file."""
+    while begin < end:
+        begin += os.pwrite(descriptor, view[begin : min(end, begin + BLOCK_BYTES)], begin)
 
 
 def sync_folder(path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,10 +21,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.checksum import checksums
-from hpctrain.checkpoint.format.files import BLOCK_BYTES, reading, write_durably
+from hpctrain.checkpoint.format import files
+from hpctrain.checkpoint.format.checksum import Checksums, crc32
+from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Piece, Shard
 from hpctrain.checkpoint.format.manifest import piece_text, shard_text
+from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, write_paced
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used where they lie in the image."""
@@ -159,6 +160,7 @@ class ShardImage:
             view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
         ]
         self.extents = [(offset, piece.num_bytes) for offset, piece in layout]
+        self.sums = Checksums(self.buffer, self.extents, BLOCK_BYTES)
         self.texts = [piece_text(piece, offset) for offset, piece in layout]
 
     def first_not_finite(self, names: Collection[str]) -> str | None:
@@ -168,12 +170,14 @@ class ShardImage:
                 return piece.tensor.name
         return None
 
-    def write(self, path: Path) -> bytes:
-        """Writes a new file, durably, and sums it up meanwhile; returns its entry of the manifest. Raises OSError."""
-        with ThreadPoolExecutor(1, "checksum") as helper:
-            summing = helper.submit(checksums, self.buffer, self.extents)
-            write_durably(path, self.buffer)
-            whole, sums = summing.result()
+    def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False) -> bytes:
+        """Writes a new file, durably, and sums it up meanwhile; returns its entry of the manifest.
+
+        Raises:
+            OSError, Dropped: see ``write_paced``.
+        """
+        write_paced(path, self.buffer, self.sums.add, is_dropped)
+        whole, sums = self.sums.result()
         return shard_text(path.name, self.buffer.size, whole, self.texts, sums)
 
 
@@ -217,11 +221,11 @@ def read_all(descriptor: int, size: int) -> tuple[NDArray[np.uint8], int]:
 
     def add(part: memoryview) -> None:
         nonlocal crc
-        crc = zlib.crc32(part, crc)
+        crc = crc32(part, crc)
 
     with ThreadPoolExecutor(1, "checksum") as helper:
         while position < size:
-            count = os.preadv(descriptor, [view[position : position + BLOCK_BYTES]], position)
+            count = os.preadv(descriptor, [view[position : position + files.BLOCK_BYTES]], position)
             if count == 0:
                 raise OSError(f"the file ends after {position} of {size} bytes")
             helper.submit(add, view[position : position + count])
@@ -235,7 +239,7 @@ def damage(buffer: NDArray[np.uint8], shard: Shard) -> str:
     names = [
         stored.piece.tensor.name
         for stored in shard.pieces
-        if zlib.crc32(view[stored.offset : stored.offset + stored.piece.num_bytes]) != stored.crc32
+        if crc32(view[stored.offset : stored.offset + stored.piece.num_bytes]) != stored.crc32
     ]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"the checksum of {listed or 'the bytes between the tensors'} does not match"

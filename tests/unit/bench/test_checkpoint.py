@@ -22,6 +22,7 @@ def test_bench_checkpoint(tmp_path: Path) -> None:
         ratios[what] > 0
         for what in ("stall: hpctrain", "write: hpctrain", "read: hpctrain", "write: DCP async + fsync")
     )
+    assert all(row["baseline_mb_per_s"] > 0 for row in rows if "baseline" in row)
     growth = [row["beyond_one_copy_mb"] for row in rows if row["what"] == "memory"]
     assert len(growth) == 2 and max(growth) <= 64, "a copy kept for each save would be 400 MB"
     assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ class Run:
     def __init__(self, folder: Path, seed: int = 0, **config: Any) -> None:
         self.config = CheckpointConfig(**config)
         self.folder = folder
+        self.make_store: Any = CheckpointStore
         self.events: list[tuple[str, int, dict[str, Any]]] = []
         self.identity: dict[str, Any] = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
 
@@ -92,7 +94,7 @@ class Run:
     ) -> Counter:
         """Trains to the end or until a hook ends it."""
         kept = Retention(self.config.keep_last, self.config.keep_every_steps)
-        self.store = CheckpointStore(self.folder, kept, fence=fence)
+        self.store = self.make_store(self.folder, kept, fence=fence)
         report = lambda event, step, **fields: self.events.append((event, step, fields))  # noqa: E731
         hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, hooks, fresh)
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
@@ -161,13 +163,80 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     losses = {1: 5.0, 2: 4.0, 3: 2.0, 4: 3.0, 5: 9.0, 6: 9.0, 7: float("nan")}
     run = Run(tmp_path, interval="none", best_metric="loss", keep_last=1)
     run.attempt(losses=losses, steps=7)
-    assert run.said("checkpoint_saved") == [1, 2, 3, 7]
+    assert run.said("checkpoint_saved")[-2:] == [3, 7]
+    count = len(run.events)
     assert run.store.steps() == [3, 7] and best_steps(run.store) == {3}
     run.attempt(losses=losses | {8: 9.0, 9: 2.5}, steps=9)
-    assert run.said("checkpoint_saved")[4:] == [9], "2.5 is not better than 2.0, which the checkpoint remembers"
+    again = [step for name, step, _ in run.events[count:] if name == "checkpoint_saved"]
+    assert again == [9], "2.5 is not better than 2.0, which the checkpoint remembers"
     assert run.store.steps() == [3, 9]
     with pytest.raises(UserError, match="'accuracy', which the task does not report"):
         Run(tmp_path / "other", best_metric="accuracy").attempt(losses=losses)
+
+
+class HeldDisk(CheckpointStore):
+    """Nothing is written before ``free`` is set."""
+
+    free: Event
+
+    def prepare_folder(self, partial: Path) -> None:
+        assert self.free.wait(30), "training waits for the disk"
+        super().prepare_folder(partial)
+
+
+def held(run: Run) -> Event:
+    """Holds the disk of a run; set the event to free it."""
+    free = Event()
+    run.make_store = type("Held", (HeldDisk,), {"free": free})
+    return free
+
+
+def test_an_improvement_while_another_is_in_flight_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval="none", best_metric="loss", keep_last=1)
+    free = held(run)
+    run.attempt(Interrupt(6, free.set), losses=dict(enumerate([9, 5, 4, 2, 3, 2.5, 9, 9, 9])), steps=8)
+    assert run.said("checkpoint_saved") == [1, 3, 8], "the one of step 2 waited, and gave way to a better one"
+    assert run.store.load(3).arrays["model/weight"][0] == 3 and best_steps(run.store) == {3}
+    assert run.store.steps() == [3, 8]
+
+
+def test_a_stop_request_gives_up_what_is_in_flight_and_writes_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_steps=2)
+    free = held(run)
+
+    def stop() -> StopReason:
+        Timer(0.5, free.set).start()
+        return StopReason.REQUESTED
+
+    run.attempt(Interrupt(5, stop))
+    assert run.said("checkpoint_saved") == [5] and run.store.steps() == [5]
+    assert run.said("checkpoint_failed") == [], "nothing went wrong"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000005"]
+
+
+def test_a_stop_request_does_not_cost_the_best_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval="none", best_metric="loss")
+    free = held(run)
+
+    def stop() -> StopReason:
+        Timer(0.5, free.set).start()
+        return StopReason.REQUESTED
+
+    run.attempt(Interrupt(5, stop), losses=dict(enumerate([9, 5, 4, 2, 9, 9])))
+    assert run.said("checkpoint_saved") == [1, 3, 5] and best_steps(run.store) == {3}
+
+
+def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(policy_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 1 << 60)
+    run = Run(tmp_path, every_steps=3, mode="sync", overhead_budget=1e9)
+    free = Interrupt(8, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 0))
+    run.attempt(free)
+    failed = [(step, fields["failures"]) for name, step, fields in run.events if name == "checkpoint_failed"]
+    assert failed == [(step, step - 2) for step in range(3, 8)] and run.said("checkpoint_saved") == [8, 9, 10]
+    assert "5 CHECKPOINTS IN A ROW FAILED" in capsys.readouterr().out
 
 
 def test_another_metric_begins_with_no_best_value(tmp_path: Path) -> None:
@@ -184,18 +253,18 @@ def test_another_metric_begins_with_no_best_value(tmp_path: Path) -> None:
 def test_a_failed_save_is_told_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spare = saver_module.SPARE_BYTES
+    spare = saver_module.LEAST_SPARE_BYTES
     run = Run(tmp_path, every_steps=2, mode="sync")
-    fill = Interrupt(3, lambda: monkeypatch.setattr(saver_module, "SPARE_BYTES", 1 << 60))
-    free = Interrupt(7, lambda: monkeypatch.setattr(saver_module, "SPARE_BYTES", spare))
+    fill = Interrupt(3, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 1 << 60))
+    free = Interrupt(7, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", spare))
     assert run.attempt(fill, free).weight[0] == 10
     assert run.said("checkpoint_failed") == [4, 6] and run.said("checkpoint_saved") == [2, 8, 10]
-    assert "MiB are needed" in run.events[1][2]["error"]
+    assert "MB are needed" in run.events[1][2]["error"]
     assert "checkpoint of step 4 FAILED: rank 0: " in capsys.readouterr().out
 
 
 def test_a_last_save_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 1 << 60)
     run = Run(tmp_path, interval="none")
     with pytest.raises(RunFailed, match="step 10 was not written"):
         run.attempt()

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.policy import FIRST_S, Cost, Policy, Retention, automatic_interval_s, daly_s, policy_of
+from hpctrain.checkpoint.policy import (
+    FIRST_S,
+    LONGEST_RETRY_S,
+    RETRY_S,
+    Cost,
+    Policy,
+    Retention,
+    automatic_interval_s,
+    daly_s,
+    policy_of,
+)
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import UserError
 
@@ -73,6 +83,24 @@ def test_retention(steps: set[int], protected: set[int], last: int, every: int |
     assert protected & steps <= kept
     assert all(not every or step % every for step in removed)
     assert not Retention().removable(steps, protected)
+
+
+def test_the_first_save_at_or_after_each_multiple_is_kept() -> None:
+    """Saves by the clock hardly ever meet a multiple; they are removed one by one, as a run goes on."""
+    steps: list[int] = []
+    for step in range(37, 11_000, 70):
+        steps.append(step)
+        removed = Retention(last=2, every_steps=1000).removable(steps, ())
+        steps = [step for step in steps if step not in removed]
+    milestones = [next(step for step in range(37, 11_000, 70) if step >= 1000 * count) for count in range(1, 11)]
+    assert steps[:-2] == milestones
+
+
+@given(st.integers(0, 10**6), st.floats(0, 100))
+def test_what_failed_is_tried_again_soon_and_within_the_budget(failures: int, stall_s: float) -> None:
+    wait_s = Policy().retry_s(failures + 1, stall_s)
+    assert RETRY_S <= wait_s <= max(LONGEST_RETRY_S, stall_s / Policy().overhead_budget)
+    assert stall_s <= Policy().overhead_budget * wait_s * (1 + 1e-9)
 
 
 def test_keeping_none_is_refused() -> None:

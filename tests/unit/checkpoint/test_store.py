@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.policy import Retention
-from hpctrain.checkpoint.saver import SPARE_BYTES, Saver, array_tensors
+from hpctrain.checkpoint.saver import Saver, array_tensors, spare_bytes
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.errors import Replaced, RunFailed, UserError
@@ -206,10 +206,14 @@ def test_too_little_space_is_said_before_writing(store: CheckpointStore, monkeyp
     store.save(arrays(), step=1)
     from hpctrain.checkpoint import saver
 
-    monkeypatch.setattr(saver, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(RunFailed, match="MiB are needed"):
+    monkeypatch.setattr(saver, "LEAST_SPARE_BYTES", 1 << 60)
+    with pytest.raises(RunFailed, match="MB are needed"):
         store.save(arrays(), step=2)
     assert os.listdir(store.path) == ["step-000000001"]
+
+
+def test_a_small_checkpoint_needs_little_space() -> None:
+    assert spare_bytes(230_000) < 230_000 and spare_bytes(10**12) < 17 << 20
 
 
 def test_a_failed_save_leaves_the_store_usable(store: CheckpointStore) -> None:
@@ -229,7 +233,7 @@ def test_what_the_other_rank_has_written_already_is_not_asked_for_again(
     rank: int, fits: bool, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share = 1 << 20  # bytes of each of two ranks; there is room for little more, and the other one was first
-    room = 2 * share + SPARE_BYTES + (1 << 16) - (0 if fits else 2 * share)
+    room = 2 * share + spare_bytes(2 * share) + (1 << 16) - (0 if fits else 2 * share)
     group = Group("one of two")
     group.rank, group.size = rank, 2
     saver = Saver(store, store.keep, group, [0, 1], "token")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.stop_request import StopRequest
 from hpctrain.run.verdict import Action
 from hpctrain.system.signals import StopSignals
 
@@ -109,3 +111,19 @@ def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkey
     monkeypatch.setattr(attempts, "collect", slow)
     supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "3"], {}, 1), Limits(), Attempt())
     assert len(looks) == 2, "one when it begins, one when it is over"
+
+
+def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoint_grows(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits(stop_grace_s=60))
+    partial = run.checkpoints / ".partial-step-000000009-token"
+    partial.mkdir()
+    attempt.begin_stop(0, StopRequest.of_signal(signal.SIGTERM))
+    for now in (50, 100, 150):
+        with open(partial / "shard-00000-of-00001.h5", "ab") as shard:
+            shard.write(bytes(100))
+        attempt.look_at_save(now)
+        assert attempt.stop_deadline == now + 60
+    attempt.look_at_save(190)
+    assert attempt.stop_deadline == 210, "it has not grown"

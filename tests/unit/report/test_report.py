@@ -316,6 +316,17 @@ def test_what_slows_a_running_run(tmp_path: Path) -> None:
     assert (answer.cause, answer.title) == ("straggler", "The run goes on; rank 3 on n2 is slow")
 
 
+def test_a_run_that_cannot_save_is_told_what_that_means(tmp_path: Path) -> None:
+    events = [event("checkpoint_failed", step, path="x", error="disk full", failures=step - 1) for step in (2, 3, 4)]
+    info = {"attempts": [attempt(1, 0, None)]}
+    answer = explain(read(folder(tmp_path, trained(5), *events, info=info)))
+    assert answer.cause == "checkpoint_failed"
+    assert "The last 3 attempts to save failed, and there is none: what was trained since is not saved" in answer.text
+    saved = event("checkpoint_saved", 5, path="x", bytes=1)
+    answer = explain(read(folder(tmp_path / "later", trained(5), *events, saved, info=info)))
+    assert "is not saved" not in answer.text
+
+
 def test_comparison_shows_what_differs_only() -> None:
     first = flatten({"train": {"epochs": 3, "steps": None}, "seed": 1, "env": {}})
     second = flatten({"train": {"epochs": 4, "steps": None}, "seed": 1, "env": {}})

@@ -80,6 +80,19 @@ def test_warnings_are_the_newest() -> None:
     assert "step 7 was not used: its checksum is wrong" in made.warnings[-1].text
 
 
+def test_saves_that_fail_are_told_until_one_succeeds() -> None:
+    failed = [event("checkpoint_failed", step, failures=step - 3, error="disk full") for step in (4, 5, 6)]
+    made = digest(event("checkpoint_saved", 3, path="x", bytes=1, stall_s=0.0, write_s=0.0), *failed)
+    assert made.failing_saves == (
+        "3 checkpoints in a row failed, the last at step 6; the newest is of step 3: disk full"
+    )
+    assert made.warnings[-1].text == "the checkpoint could not be written (3 checkpoints in a row): disk full"
+    made.add(event("checkpoint_saved", 7, path="x", bytes=1, stall_s=0.0, write_s=0.0))
+    assert made.failing_saves is None
+    old = digest(event("checkpoint_failed", 4, error="disk full"))
+    assert old.failing_saves == "1 checkpoint failed, the last at step 4; there is none: disk full"
+
+
 def test_a_curve_keeps_means_and_bounds() -> None:
     curve = Curve()
     for step in range(1, 100_001):

@@ -42,6 +42,8 @@ class Progress:
     ended: str | None
     """How the last attempt ended, where it said so."""
     stop_requested_by: str | None
+    failing_saves: str | None = None
+    """That checkpoints cannot be written, as a sentence."""
     left_out: str | None = None
     """Events that were left out, being none of the run's own."""
 
@@ -151,6 +153,7 @@ def progress(
         straggler=finding(slow[-1]) if slow else None,
         ended=_ending(attempts[-1]) if attempts else None,
         stop_requested_by=stop_by,
+        failing_saves=digest.failing_saves,
     )
 
 
@@ -186,6 +189,8 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         )
         if made.ended:
             text.append(f"  last attempt: {made.ended}")
+        if made.failing_saves:
+            text.append(f"  NOT SAVED: {made.failing_saves}")
         if made.straggler:
             text.append(f"  slow: {made.straggler}")
         if made.stop_requested_by:

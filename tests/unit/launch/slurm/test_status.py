@@ -58,6 +58,12 @@ def test_the_end_is_in_the_verdicts_words() -> None:
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
 
 
+def test_that_nothing_is_saved_is_shown() -> None:
+    made = status.progress(digest(event("checkpoint_failed", 9, failures=4, error="disk full")), {}, None, None, 0.0)
+    text = "\n".join(status.lines([status.RunStatus("r", "7", "RUNNING", "", "n1", "", "", made)]))
+    assert "NOT SAVED: 4 checkpoints in a row failed, the last at step 9; there is none: disk full" in text
+
+
 def test_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path)
     submission.record(run, submission.Submitted("12", 0.0, "/"))
