@@ -15,9 +15,10 @@ from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.exclude import Exclusion, exclude, is_the_hosts_own
 from hpctrain.monitor.chief.finding import State, Verdict
-from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, Beat, Hang, HangWatch
+from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
 from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
+from hpctrain.monitor.chief.stops import Stops
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
 from hpctrain.run.folder import RunDir, write_atomically
@@ -103,6 +104,9 @@ class Chief:
         self.next_live = 0.0
         self.first_beat: float | None = None
         self.said_who_is_missing = False
+        self.stops = Stops()
+        self.suspended_at: float | None = None
+        """The last look, if every rank was stopped then."""
 
     def receive(self, message: Message, now: float) -> list[Command]:
         """Takes in one report."""
@@ -132,17 +136,34 @@ class Chief:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
         if self.has_ended_ranks:  # that they are gone now is no news
             return []
-        beats = [aged(beat, now - at) for at, group in self.beats.values() for beat in group]
+        self.note_suspension(now)
+        beats = [aged(beat, at, now, self.stops) for at, group in self.beats.values() for beat in group]
         if len(beats) < len(self.hosts) and not self.begins_without(beats, now):
             return []
         hang = self.watch.observe(beats)
         return self.begin_hang(hang, now) if hang else []
 
+    def note_suspension(self, now: float) -> None:
+        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run."""
+        alive = [beat for _, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
+        if alive and all(beat.state == STOPPED for beat in alive):
+            if self.suspended_at is None:
+                self.say("every rank is stopped by a signal: until they go on, time does not count", False)
+            else:
+                self.stops.add(self.suspended_at, now)
+            self.suspended_at = now
+        else:
+            self.suspended_at = None
+
+    def observer_stopped(self, begin: float, end: float) -> None:
+        """The agent itself did not run between two moments, and perhaps the ranks did not either."""
+        self.stops.add(begin, end)
+
     def begins_without(self, beats: list[Beat], now: float) -> bool:
         """Whether the wait for ranks that have never been heard of is over; says once that it is."""
         if self.first_beat is None and beats:
             self.first_beat = now
-        if self.first_beat is None or now - self.first_beat < JOIN_S:
+        if self.first_beat is None or self.stops.running(self.first_beat, now) < JOIN_S:
             return False
         if not self.said_who_is_missing:
             self.said_who_is_missing = True
@@ -343,7 +364,7 @@ class Chief:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 
 
-def aged(beat: Beat, seconds: float) -> Beat:
+def aged(beat: Beat, at: float, now: float, stops: Stops) -> Beat:
     """A heartbeat some time after it was reported."""
-    lost = seconds > SILENT_S and beat.state not in (ENDED, GONE)
-    return replace(beat, age_s=beat.age_s + seconds, state=SILENT if lost else beat.state)
+    lost = stops.running(at, now) > SILENT_S and beat.state not in (ENDED, GONE)
+    return replace(beat, age_s=stops.running(at - beat.age_s, now), state=SILENT if lost else beat.state)
