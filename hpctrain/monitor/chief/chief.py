@@ -14,7 +14,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.exclude import Exclusion, exclude, is_the_hosts_own
-from hpctrain.monitor.chief.finding import State, Verdict
+from hpctrain.monitor.chief.finding import Kind, State, Verdict
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
 from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
@@ -25,6 +25,8 @@ from hpctrain.run.folder import RunDir, write_atomically
 
 PENDING_WINDOWS = 8
 """Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
+CHECK_S = 1.0
+"""Seconds between looks for a hang, which cost time for each rank; a death is looked at at once."""
 LIVE_S = 3.0
 """Seconds between refreshes of the live view's file."""
 SILENT_S = 10.0
@@ -94,14 +96,15 @@ class Chief:
         self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
         self.dropped: dict[int, int] = {}
         self.first_step = 0
-        self.active: dict[str, str] = {}
-        """Confirmed findings, in words."""
+        self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
+        """Confirmed findings, in words; the ranks are those of findings that name somebody."""
         self.suspects: list[str] = []
         """Findings of the last window only."""
         self.shown: Measures | None = None
         self.open_hang: OpenHang | None = None
         self.has_ended_ranks = False
         self.next_live = 0.0
+        self.next_check = 0.0
         self.first_beat: float | None = None
         self.said_who_is_missing = False
         self.stops = Stops()
@@ -114,7 +117,10 @@ class Chief:
         if message.kind == "window":
             return self.add(window_of(message))
         if message.kind == "beat":
-            self.beats[fields["node"]] = (now, [Beat(*beat) for beat in fields["beats"]])
+            beats = [Beat(*beat) for beat in fields["beats"]]
+            self.beats[fields["node"]] = (now, beats)
+            if any(beat.state == GONE for beat in beats):
+                self.next_check = now
             self.dropped[fields["node"]] = fields["dropped"]
             self.first_step = max(self.first_step, fields["first_step"])
         elif message.kind == "findings":
@@ -136,6 +142,9 @@ class Chief:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
         if self.has_ended_ranks:  # that they are gone now is no news
             return []
+        if now < self.next_check:
+            return []
+        self.next_check = now + CHECK_S
         self.note_suspension(now)
         beats = [aged(beat, at, now, self.stops) for at, group in self.beats.values() for beat in group]
         if len(beats) < len(self.hosts) and not self.begins_without(beats, now):
@@ -195,10 +204,17 @@ class Chief:
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
         self.suspects.clear()
+        self.drop_cleared()
         for verdict in verdicts:
             self.tell(self.with_evidence(verdict))
         suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
         return [Command(node, Message("look")) for node in sorted({self.nodes[rank] for rank in suspects})]
+
+    def drop_cleared(self) -> None:
+        """Ends findings none of whose ranks is slow any more: ranks that were named together clear one by one."""
+        for kind, ranks in list(self.active):
+            if kind in (Kind.RANK, Kind.HOST) and not self.judge.accused.confirmed[list(ranks)].any():
+                del self.active[kind, ranks]
 
     def with_evidence(self, verdict: Verdict) -> Verdict:
         """Adds what the counters of the named ranks' hosts say."""
@@ -218,11 +234,7 @@ class Chief:
     def tell(self, verdict: Verdict) -> None:
         """Log, event, live view, and the exclusion list."""
         text = sentence.of_verdict(verdict)
-        key = (
-            f"{verdict.kind.value} {verdict.ranks}"
-            if verdict.kind in ("rank", "pauses", "host")
-            else verdict.kind.value
-        )
+        key = verdict.kind, verdict.ranks if verdict.kind in (Kind.RANK, Kind.PAUSES, Kind.HOST) else ()
         if verdict.state is State.SUSPECT:
             self.suspects.append(text)
             return
