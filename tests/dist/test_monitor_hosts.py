@@ -35,4 +35,4 @@ def test_the_slow_rank_of_another_host_is_named(network: netns.Network, tmp_path
     assert [rank["host"] for rank in live["ranks"]] == [name for name in network.names for _ in range(2)]
     events = [json.loads(line) for line in (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()]
     found = [(event["rank"], event["host"], event["cause"]) for event in events if event["state"] == "confirmed"]
-    assert found == [(3, network.names[1], "data")]
+    assert (3, network.names[1], "data") in found

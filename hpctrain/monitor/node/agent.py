@@ -26,6 +26,8 @@ from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect
 from hpctrain.run.folder import RunDir
 
 POLL_S = 0.25
+LONGEST_TURN_S = 2.0
+"""An agent that takes longer between two looks was stopped, and the ranks probably too."""
 RECONNECT_S = 5.0
 PROOF_S = 10.0
 """Longest wait for the first node's proof; then its agent is called again."""
@@ -105,6 +107,7 @@ class ChiefAgent:
         self.trusted: set[Connection] = set()
         self.by_node: dict[int, Connection] = {}
         self.next_look = 0.0
+        self.last_turn: float | None = None
         self.ears = Ears(node)
 
     def run(self) -> None:
@@ -135,6 +138,9 @@ class ChiefAgent:
                     self.ears.attend(stranger)
                     self.flush(stranger)
         now = time.monotonic()
+        if self.last_turn is not None and now - self.last_turn > LONGEST_TURN_S:
+            self.chief.observer_stopped(self.last_turn, now)
+        self.last_turn = now
         if now < self.next_look and not self.node.alarmed:
             return
         self.next_look = now + POLL_S
