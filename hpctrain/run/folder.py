@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run import events, step_folder
-from hpctrain.run.rank_environment import ATTEMPT
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import safe_read
 
 if TYPE_CHECKING:
@@ -138,11 +138,6 @@ class RunDir:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
                 found += events.Decoder().events(safe_read.lines(path))
         return events.resolve(found)
-
-
-def current_attempt() -> int:
-    """The attempt this process belongs to, from its environment; 1 where nobody counts."""
-    return int(os.environ.get(ATTEMPT) or 1)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

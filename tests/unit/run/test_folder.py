@@ -18,7 +18,7 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
-from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, stop_request
+from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, Verdict
 
 
@@ -70,9 +70,9 @@ def test_a_new_attempt_forgets_an_old_stop_request(run_dir):
     request_stop(run_dir, StopRequest.of_signal(signal.SIGUSR1))
     request_stop(run_dir, StopRequest("someone"))
     request_stop(run_dir, StopRequest("someone later"))
-    assert stop_request(run_dir) == StopRequest("someone"), "a person's wish, and the first one's"
+    assert requested_stop(run_dir) == StopRequest("someone"), "a person's wish, and the first one's"
     Attempts(run_dir).begin()
-    assert stop_request(run_dir) is None
+    assert requested_stop(run_dir) is None
 
 
 def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
@@ -137,7 +137,7 @@ def test_a_stop_file_that_cannot_be_read_ends_no_supervisor(run_dir, monkeypatch
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "open", refused)
-    assert stop_request(run_dir) == expected
+    assert requested_stop(run_dir) == expected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"fence": "x"}', '{"attempts": 1}', '{"attempts": [{"ended": 1}]}'])
@@ -162,11 +162,11 @@ def test_damaged_identity_is_said(run_dir, content):
 )
 def test_only_a_process_writes_a_signals_request(run_dir, content, by, signal_number):
     run_dir.stop_file.write_text(content)
-    assert stop_request(run_dir) == StopRequest(by, signal_number)
+    assert requested_stop(run_dir) == StopRequest(by, signal_number)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, Code.TIME_LIMIT), (signal.SIGTERM, Code.STOPPED)])
 def test_a_signals_request_says_why(run_dir, number, code):
     request_stop(run_dir, StopRequest.of_signal(number))
-    found = stop_request(run_dir)
+    found = requested_stop(run_dir)
     assert found == StopRequest.of_signal(number) and found.code is code
