@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_a_folder_that_cannot_be_made_is_the_users_matter(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
         RunDir(tmp_path / "file" / "run").create()
+
+
+def test_an_attempt_says_from_its_beginning_what_it_is(run_dir):
+    Attempts(run_dir).begin(Attempt(ranks=2, job="7_1"), "name: a\n")
+    assert run_dir.run_yaml.read_text() == "name: a\n"
+    (entry,) = Attempts(run_dir).info()["attempts"]
+    assert (entry["attempt"], entry["ranks"], entry["job"], entry["from_step"]) == (1, 2, "7_1", None)
+    assert entry["host"] == socket.gethostname() and "hpctrain" in entry["versions"] and "git_commit" in entry
+    assert not {"to_step", "ended", "verdict", "nodes"} & entry.keys()
 
 
 def test_attempts_count_up_and_fence_off_older_ones(run_dir):
