@@ -22,13 +22,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hpctrain.launch.engines.slurm.submission import folder
+    from hpctrain.run.view import RunView
     from hpctrain.watch import terminal
     from hpctrain.watch.source import Source
 
     run_dir = folder(args.run)
     if (run_dir.path / "0" / "run.yaml").exists() and not run_dir.run_json.exists():
         raise UserError(f"{run_dir.path} is an array of runs", f"watch one of them, such as {run_dir.path / '0'}")
-    source = Source(run_dir)
+    source = Source(RunView(run_dir.path))
     console = Console(highlight=False, emoji=False)
     if args.json:
         foreign_text.show(json.dumps(source.look(whole=True).plain()))

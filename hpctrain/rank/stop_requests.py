@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.errors import Replaced
+from hpctrain.run.events import Event, StopRequested
 from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.system.signals import StopSignals
@@ -39,8 +40,8 @@ class StopRequests(BaseHook):
     its messages travelled during the step, so reading it does not wait.
     """
 
-    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[..., object]) -> None:
-        """``report`` is called on rank 0 as report(event, step, **fields)."""
+    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[[Event], object]) -> None:
+        """``report`` is called with events, on rank 0."""
         self.signals = signals
         self.run_dir = run_dir
         self.report = report
@@ -71,7 +72,7 @@ class StopRequests(BaseHook):
         if flag == REPLACED:
             raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
         if training.world.rank == 0:
-            self.report("stop_requested", training.state.step, by=self.describe(flag))
+            self.report(StopRequested(step=training.state.step, by=self.describe(flag)))
         return StopReason.REQUESTED
 
     def agree(self) -> int:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from hpctrain.report.summary import phase_share, state
-from hpctrain.run.history import RunData
+from hpctrain.errors import ExitCode
+from hpctrain.report.summary import phase_share
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Hang, RunFinished, StopRequested, Straggler
+from hpctrain.run.history import RunHistory
+from hpctrain.run.last_words import LastWord
+from hpctrain.run.standing import ORDERLY, Outcome
+from hpctrain.run.verdict import Action, Verdict
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
@@ -47,7 +51,7 @@ class Explanation:
         return " ".join(_capital(part) + ("" if part.endswith((".", "!", "?")) else ".") for part in parts if part)
 
 
-def explain(data: RunData) -> Explanation:
+def explain(data: RunHistory) -> Explanation:
     """The first rule that applies, with what slows the run as further findings."""
     found = next((answer for rule in RULES if (answer := rule(data)) is not None), unknown(data))
     slow = [finding for rule in SLOW for finding in rule(data)]
@@ -84,47 +88,35 @@ class Error:
         return f"rank {self.rank}{f' on {self.host}' if self.host else ''}, attempt {self.attempt}"
 
 
-def newest_error(data: RunData) -> Error | None:
-    """The failure that ended the newest attempt; none where it ended well or has not ended."""
-    attempts = data.info.get("attempts") or []
-    if not attempts:
+def newest_error(data: RunHistory) -> Error | None:
+    """The failure that ended the newest attempt; none if it ended well or has not ended."""
+    newest = data.run.newest
+    if newest is None:
         return None
-    number = int(attempts[-1]["attempt"])
-    verdict = attempts[-1].get("verdict") or data.words.get(number, {}).get("verdict") or _own_verdict(data, number)
-    if verdict.get("action") in (None, "done", "stop") or int(verdict.get("exit_code") or 0) in (0, 75):
+    words = data.run.words.get(newest.number)
+    failed = sorted((word for word in words.ranks if word.error), key=lambda word: word.ended or 0) if words else []
+    verdict = newest.verdict or (words.verdict if words else None) or _own_verdict(failed)
+    if verdict is None or verdict.action in (Action.DONE, Action.STOP) or verdict.exit_code in ORDERLY:
         return None
-    error: dict[str, Any] = next(
-        (word["error"] for word in _failed_words(data, number) if word.get("rank") == verdict.get("rank")), {}
-    )
+    error = next((word.error for word in failed if word.rank == verdict.rank), None)
     return Error(
-        attempt=number,
-        rank=verdict.get("rank"),
-        host=verdict.get("host"),
-        what=str(verdict.get("reason") or ""),
-        fix=str(verdict.get("fix") or ""),
-        type=str(error.get("type", "")),
-        cause=str(verdict.get("cause") or ""),
+        attempt=newest.number,
+        rank=verdict.rank,
+        host=verdict.host,
+        what=verdict.reason,
+        fix=verdict.fix,
+        type=error.type if error else "",
+        cause=verdict.cause or "",
     )
 
 
-def _own_verdict(data: RunData, attempt: int) -> dict[str, Any]:
-    """What the first failed rank said, where no supervisor lived to conclude anything from it."""
-    for word in _failed_words(data, attempt):
-        error = word["error"]
-        found = {"action": "requeue", "exit_code": word.get("exit_code") or 70, "cause": "error"}
-        return {
-            **found,
-            "reason": error["what"],
-            "fix": error["fix"],
-            "rank": word.get("rank"),
-            "host": word.get("host"),
-        }
-    return {}
-
-
-def _failed_words(data: RunData, attempt: int) -> list[dict[str, Any]]:
-    words = [word for word in data.words.get(attempt, {}).get("ranks", []) if word.get("error")]
-    return sorted(words, key=lambda word: float(word.get("ended") or 0))
+def _own_verdict(failed: Sequence[LastWord]) -> Verdict | None:
+    """What the first failed rank said, if no supervisor lived to conclude anything from it."""
+    for word in failed:
+        assert word.error is not None, "that is what failed means here"
+        code = ExitCode(word.exit_code) if word.exit_code in set(ExitCode) else ExitCode.FAILURE
+        return Verdict(Action.REQUEUE, code, word.error.what, word.error.fix, word.rank, word.host, cause="error")
+    return None
 
 
 PATTERNS: Sequence[tuple[str, str, str]] = (
@@ -150,7 +142,7 @@ PATTERNS: Sequence[tuple[str, str, str]] = (
 """Cause, what its error says, and the sentence for it; the first match counts."""
 
 
-def by_message(data: RunData) -> Explanation | None:
+def by_message(data: RunHistory) -> Explanation | None:
     """An error whose text tells its cause."""
     error = newest_error(data)
     if error is None:
@@ -161,7 +153,7 @@ def by_message(data: RunData) -> Explanation | None:
     return None
 
 
-def by_verdict(data: RunData) -> Explanation | None:
+def by_verdict(data: RunHistory) -> Explanation | None:
     """What the supervisor found out about ranks that could not speak."""
     error = newest_error(data)
     titles = {
@@ -175,30 +167,24 @@ def by_verdict(data: RunData) -> Explanation | None:
     }
     if error is None or error.cause not in titles:
         return None
-    hangs = [event for event in data.rare.get("hang", []) if event["attempt"] == error.attempt]
-    evidence = [str(event["sentence"]) for event in hangs[-1:] if event.get("sentence")]
+    hangs = [event for event in data.all(Hang) if event.attempt == error.attempt]
+    evidence = [event.text for event in hangs[-1:]]
     return _of_error(error.cause, titles[error.cause], error, evidence)
 
 
-def by_hang(data: RunData) -> Explanation | None:
+def by_hang(data: RunHistory) -> Explanation | None:
     """The monitor reported a hang in an attempt that did not end well, or has not ended."""
-    hang = data.last("hang")
-    attempts = data.info.get("attempts") or [{}]
-    if (
-        not hang
-        or state(data) not in ("failed", "running", "unknown")
-        or hang["attempt"] != attempts[-1].get("attempt")
-    ):
+    hang, newest = data.last(Hang), data.run.newest
+    open_ended = (Outcome.FAILED, Outcome.RUNNING, Outcome.UNKNOWN)
+    if not hang or newest is None or hang.attempt != newest.number or data.run.outcome not in open_ended:
         return None
-    if hang.get("state") == "cleared":
-        return None
-    said = str(hang.get("sentence") or f"no step completed after step {hang['step']}")
+    said = hang.sentence or f"no step completed after step {hang.step}"
     return Explanation(
         "hang", "The run hangs", (said,), "look at the stacks in monitor/, then hpctrain stop or cancel it"
     )
 
 
-def by_error(data: RunData) -> Explanation | None:
+def by_error(data: RunHistory) -> Explanation | None:
     """Any other error: the user's mistake, or an exception."""
     error = newest_error(data)
     if error is None:
@@ -212,47 +198,48 @@ def by_error(data: RunData) -> Explanation | None:
     return _of_error("unknown", "The run failed", error)
 
 
-def by_stop(data: RunData) -> Explanation | None:
+def by_stop(data: RunHistory) -> Explanation | None:
     """Stopped on request, by a person or by the time limit."""
-    if state(data) not in ("stop_requested", "stop"):
+    if data.run.outcome not in (Outcome.STOPPED_BY_RANKS, Outcome.STOPPED):
         return None
-    request = data.last("stop_requested")
-    by = str(request.get("by") or "a request")
+    request = data.last(StopRequested)
+    by = (request.by if request else None) or "a request"
     timed = "USR1" in by or "time limit" in by
-    where = f"{by} was seen at step {request['step']}" if request else f"{by} was seen"
-    saved = data.last("checkpoint_saved")
-    kept = f"the newest checkpoint is of step {saved['step']}" if saved else "no checkpoint was saved"
+    where = f"{by} was seen at step {request.step}" if request else f"{by} was seen"
+    saved = data.last(CheckpointSaved)
+    kept = f"the newest checkpoint is of step {saved.step}" if saved else "no checkpoint was saved"
     title = "The time limit came near and the run stopped" if timed else "The run was asked to stop"
     return Explanation(
         "time_limit" if timed else "stopped", title, (where, kept), "the same command goes on from there"
     )
 
 
-def by_completion(data: RunData) -> Explanation | None:
+def by_completion(data: RunHistory) -> Explanation | None:
     """Ended as planned."""
-    reached = state(data)
-    if reached not in ("completed", "early_stop", "done"):
+    reached = data.run.outcome
+    if reached not in (Outcome.COMPLETED, Outcome.EARLY, Outcome.DONE):
         return None
-    finished = data.last("run_finished")
-    step = finished.get("step", "the last")
-    title = "The run ended early: its metric no longer improved" if reached == "early_stop" else "The run completed"
-    attempts = len(data.info.get("attempts") or [1])
+    finished = data.last(RunFinished)
+    step = finished.step if finished else "the last"
+    is_early = reached is Outcome.EARLY
+    title = "The run ended early: its metric no longer improved" if is_early else "The run completed"
+    attempts = len(data.run.attempts) or 1
     evidence = f"it reached step {step} in {attempts} attempt{'s' if attempts > 1 else ''}"
     return Explanation("completed", title, (evidence,))
 
 
-def by_life(data: RunData) -> Explanation | None:
+def by_life(data: RunHistory) -> Explanation | None:
     """Still going on."""
-    if state(data) != "running" or not data.train:
+    if data.run.outcome is not Outcome.RUNNING or not data.train:
         return None
     return Explanation("running", "The run goes on")
 
 
-def unknown(data: RunData) -> Explanation:
+def unknown(data: RunHistory) -> Explanation:
     """No evidence."""
     missing = [
         name
-        for name, there in (("events", data.counts), ("run.json", data.info), ("last words", data.words))
+        for name, there in (("events", data.counts), ("attempts", data.run.attempts), ("last words", data.run.words))
         if not there
     ]
     evidence = (
@@ -266,22 +253,22 @@ def unknown(data: RunData) -> Explanation:
 # What slows the run
 
 
-def stragglers(data: RunData) -> list[Explanation]:
+def stragglers(data: RunHistory) -> list[Explanation]:
     """Confirmed slow ranks that cost something."""
-    worst: dict[Any, dict[str, Any]] = {}
-    for event in data.rare.get("straggler", []):
-        key = (event.get("kind"), event.get("rank"), event.get("cause"))
-        if event.get("state") == "confirmed" and (event.get("cost") or 0) >= COSTLY:
-            worst[key] = max(worst.get(key, event), event, key=lambda each: each.get("cost") or 0)
-    ordered = sorted(worst.values(), key=lambda event: -(event.get("cost") or 0))
+    worst: dict[tuple[object, ...], Straggler] = {}
+    for event in data.all(Straggler):
+        key = (event.kind, event.rank, event.cause)
+        if event.state == "confirmed" and (event.cost or 0) >= COSTLY:
+            worst[key] = max(worst.get(key, event), event, key=lambda each: each.cost or 0)
+    ordered = sorted(worst.values(), key=lambda event: -(event.cost or 0))
     return [
-        Explanation("straggler", _capital(str(event.get("sentence") or f"rank {event.get('rank')} is slow")), (), "")
+        Explanation("straggler", _capital(event.sentence or f"rank {event.rank} is slow"), (), "")
         for event in ordered[:3]
-        if event.get("rank") is not None or event.get("host")
+        if event.rank is not None or event.host
     ]
 
 
-def phases(data: RunData) -> list[Explanation]:
+def phases(data: RunHistory) -> list[Explanation]:
     """Time that does not compute."""
     share = phase_share(data) or {}
     if sum(float(series.value.sum()) for series in data.phases.values()) < MEASURED_S:
@@ -299,18 +286,18 @@ def phases(data: RunData) -> list[Explanation]:
     return found
 
 
-def failed_checkpoints(data: RunData) -> list[Explanation]:
+def failed_checkpoints(data: RunHistory) -> list[Explanation]:
     """Checkpoints that could not be written."""
-    failed = data.last("checkpoint_failed")
+    failed = data.last(CheckpointFailed)
     if not failed:
         return []
-    count = data.counts.get("checkpoint_failed", 1)
+    count = data.counts.get(CheckpointFailed.NAME, 1)
     which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
-    title = f"{which} could not be written, the last at step {failed['step']}: {failed.get('error')}"
+    title = f"{which} could not be written, the last at step {failed.step}: {failed.error}"
     return [Explanation("checkpoint_failed", title, (), "free space in the run folder")]
 
 
-Rule = Callable[[RunData], Explanation | None]
+Rule = Callable[[RunHistory], Explanation | None]
 RULES: tuple[Rule, ...] = (by_message, by_verdict, by_hang, by_error, by_stop, by_completion, by_life)
 SLOW = (stragglers, failed_checkpoints, phases)
 

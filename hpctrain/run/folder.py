@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Replaced, RunFailed, UserError
-from hpctrain.run import events, step_folder
+from hpctrain.run import step_folder
 from hpctrain.run.documents import info_of, is_words
-from hpctrain.run.rank_environment import ATTEMPT
+from hpctrain.run.rank_environment import current_attempt as current_attempt
 from hpctrain.system import foreign_text, safe_read
 
 if TYPE_CHECKING:
@@ -201,29 +201,6 @@ class RunDir:
         except OSError:  # there is none, or a file server does not tell now
             return None
 
-    # events
-
-    def monitor_event(self, event: str, step: int, **fields: Any) -> None:
-        """Appends to monitor/events.jsonl; the first node agent only.
-
-        Raises:
-            RunFailed: it cannot be written (full disk).
-        """
-        line = events.encode(event_now(event, step, fields))
-        try:
-            if append_bytes(self.monitor_events, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise _cannot_write(self.monitor_events, error) from error
-
-    def read_events(self) -> list[dict[str, Any]]:
-        """All events of the run by time: both files merged, torn lines dropped, repeated steps resolved."""
-        found: list[events.Event] = []
-        for path in (self.events, self.monitor_events):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
-                found += events.Decoder().events(safe_read.lines(path))
-        return events.resolve(found)
-
     def read_words(self, attempt: int) -> dict[str, Any]:
         """The merged last words of an attempt; empty where there are none."""
         try:
@@ -329,11 +306,6 @@ def is_signal(by: str) -> bool:
     return by.startswith("signal ")
 
 
-def current_attempt() -> int:
-    """The attempt this process belongs to, from its environment; 1 where nobody counts."""
-    return int(os.environ.get(ATTEMPT) or 1)
-
-
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
@@ -367,11 +339,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
-
-
-def event_now(event: str, step: int, fields: Mapping[str, Any]) -> events.Event:
-    """An event of this process's attempt, and of now unless the fields tell its time."""
-    return {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
 
 
 def append_bytes(path: Path, lines: bytes) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
 from tests.support.mpi import Result, rank_environment, run_in_group
 
 PROJECT = Path(__file__).parents[2]
@@ -93,7 +94,7 @@ def misbehaving_run(folder: Path, mode: str = "", train: Mapping[str, Any] | Non
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
     """Events of a name in a run folder."""
-    return [event for event in RunDir(run).read_events() if event["event"] == name]
+    return [event.to_json() for event in RunView(run).events() if event.name == name]
 
 
 def reaches_step(run: Path, step: int) -> Callable[[], bool]:

@@ -30,7 +30,7 @@ ROOMS: dict[str, str] = {
     "rank": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track",
     "registry": "errors system config comm run data train tasks checkpoint track rank report",
     "launch": "errors system config comm run monitor",
-    "report": "errors system run",
+    "report": "errors run",
     "watch": "errors system run track launch",
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",

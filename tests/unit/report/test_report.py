@@ -22,9 +22,16 @@ from hpctrain.report.chart import LIGHT, Chart, picture, style
 from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin
-from hpctrain.report.summary import goodput, make_attempts, summarize
+from hpctrain.report.summary import goodput, make_spans, summarize
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempt_words import AttemptWords
+from hpctrain.run.events import Straggler
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import KEPT_EVENTS, RunData, read, run_config
+from hpctrain.run.history import KEPT_EVENTS, RunHistory
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord
+from hpctrain.run.progress import Progress
+from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.view import RunView, run_config
 
 BEGIN = 1_700_000_000.0
 
@@ -50,6 +57,10 @@ def folder(tmp_path: Path, *events: dict[str, Any], info: dict[str, Any] | None 
 def attempt(number: int, begin: float, end: float | None, **verdict: Any) -> dict[str, Any]:
     entry: dict[str, Any] = {"attempt": number, "started": BEGIN + begin, "from_step": None, "to_step": None}
     return entry if end is None else {**entry, "ended": BEGIN + end, "verdict": verdict}
+
+
+def read(run: RunDir) -> RunHistory:
+    return RunView(run.path).history()
 
 
 DONE = {"action": "done", "exit_code": 0, "reason": "done after step 4"}
@@ -82,7 +93,7 @@ def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path: Path) -> None:
 def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
     run_dir = folder(tmp_path, *(event("straggler", step, state="suspect") for step in range(KEPT_EVENTS + 50)))
     data = read(run_dir)
-    kept = [each["step"] for each in data.rare["straggler"]]
+    kept = [each.step for each in data.all(Straggler)]
     assert len(kept) == KEPT_EVENTS
     assert (kept[0], kept[-1]) == (0, KEPT_EVENTS + 49)
     assert data.counts["straggler"] == KEPT_EVENTS + 50
@@ -91,13 +102,13 @@ def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
 def test_goodput_is_useful_time_over_allocated_time(tmp_path: Path) -> None:
     info = {"attempts": [attempt(1, 0, 6, **DONE), attempt(2, 8, 12, **DONE)]}
     data = read(folder(tmp_path, *(trained(step) for step in range(1, 6)), info=info))
-    assert goodput(data, make_attempts(data)) == pytest.approx(5 * 0.9 / 10)
+    assert goodput(data, make_spans(data)) == pytest.approx(5 * 0.9 / 10)
 
 
 def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event(tmp_path: Path) -> None:
     info = {"attempts": [attempt(1, 0, None), {**attempt(2, 100, 110, **DONE), "from_step": 3}]}
     events = [*(trained(step) for step in (1, 2, 3, 4, 5)), trained(4, 2, at=105)]
-    first, second = make_attempts(read(folder(tmp_path, *events, info=info)))
+    first, second = make_spans(read(folder(tmp_path, *events, info=info)))
     assert (first.end - BEGIN, first.to_step, first.ending, first.orderly) == (5, 3, "unknown", False)
     assert (second.end - BEGIN, second.ending) == (110, "done after step 4")
 
@@ -191,7 +202,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
 
 def failed(
     reason: str, cause: str = "error", kind: str = "RunFailed", code: int = 70, action: str = "requeue"
-) -> RunData:
+) -> RunHistory:
     verdict = {
         "action": action,
         "exit_code": code,
@@ -201,10 +212,13 @@ def failed(
         "host": "n2",
         "cause": cause,
     }
-    word = {"rank": 1, "host": "n2", "ending": "failed", "error": {"what": reason, "fix": "do this", "type": kind}}
-    words = {1: {"verdict": verdict, "ranks": [word] if kind else []}}
-    info = {"attempts": [attempt(1, 0, 5, **verdict)]}
-    return RunData(Path("run"), info, {}, {}, {}, {}, {}, {"train": 1}, words)
+    error = ErrorWord(reason, "do this", kind, "")
+    word = LastWord(1, "n2", pid=7, birth=1.0, started=BEGIN, ending=Ending.FAILED, error=error)
+    words = {1: AttemptWords((word,) if kind else ())}
+    attempts = (Attempt.from_json(attempt(1, 0, 5, **verdict)),)
+    return RunHistory(
+        RunSnapshot(Path("run"), None, {}, attempts, Progress(), words=words), {}, {}, {}, (), {"train": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +246,7 @@ def failed(
         (failed("runs/a is in use by another live run", kind="UserError", code=64), "in_use"),
     ],
 )
-def test_explanations_name_cause_rank_and_cure(data: RunData, cause: str) -> None:
+def test_explanations_name_cause_rank_and_cure(data: RunHistory, cause: str) -> None:
     answer = explain(data)
     assert answer.cause == cause
     assert "Do this." in answer.text

@@ -20,8 +20,10 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
+from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir, append_bytes, write_atomically
 from hpctrain.run.job import ALIVE, QueueEntry
+from hpctrain.run.view import RunView
 from hpctrain.system import safe_read
 from hpctrain.system.json_shape import fits, is_count, is_time
 from hpctrain.system.output import say
@@ -125,11 +127,10 @@ def portable(config: Config) -> str:
 
 def signal_s(config: Config, run: RunDir) -> int:
     """The stop signal's lead, from what earlier attempts of this run measured."""
-    events = run.read_events() if run.events.exists() else []
-    trained = [event for event in events if event["event"] == "train" and event.get("steps")]
-    steps = [sum(filter(None, event.get("seconds", {}).values())) / event["steps"] for event in trained]
-    saved = [event for event in events if event["event"] == "checkpoint_saved"]
-    saves = [event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in saved]
+    events = RunView(run.path).events()
+    steps = [sum(event.seconds_per_step().values()) for event in events if isinstance(event, Train) and event.steps]
+    saved = [event for event in events if isinstance(event, CheckpointSaved)]
+    saves = [(event.stall_s or 0.0) + (event.write_s or 0.0) for event in saved]
     return signal_seconds(config.launch, max(steps, default=None), max(saves, default=None))
 
 
