@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import UserError
+from hpctrain.run import which
 from hpctrain.run.folder import write_atomically
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
@@ -125,19 +125,6 @@ def tell_notes(*runs: RunHistory) -> None:
 
 
 def find_run(name: str) -> RunView:
-    """The run folder that is named, or that a run file names.
-
-    Raises:
-        UserError: neither is there.
-    """
-    path = Path(name)
-    if path.is_file():
-        from hpctrain.config.loading import load
-        from hpctrain.run.folder import RunDir
-
-        path = RunDir.for_config(load(path)).path
-    if not path.is_dir():
-        raise UserError(
-            f"there is no run folder {path}", "give a run folder, or the run file of a run that was started"
-        )
-    return RunView(path)
+    """The run that is meant. Raises UserError if it is not there, or an array."""
+    which.existing(name)
+    return RunView(which.single(name).path)

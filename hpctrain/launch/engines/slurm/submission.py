@@ -64,32 +64,6 @@ class Submitted:
     """Job that this one goes on for, without the hosts that the monitor excludes."""
 
 
-def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
-    """The configuration and folder behind a run file or a run folder."""
-    path = Path(target)
-    config = load(path / "run.yaml" if path.is_dir() else path, overrides)
-    return config, RunDir(path.absolute()) if path.is_dir() and not config.run_dir else RunDir.for_config(config)
-
-
-def folder(target: str) -> RunDir:
-    """The run folder behind a run file or a run folder; for looking on, its run file need not be valid."""
-    return RunDir(Path(target).absolute()) if Path(target).is_dir() else open_run(target)[1]
-
-
-def runs(target: str) -> list[RunDir]:
-    """The run, or the elements of an array."""
-    run = folder(target)
-    if not run.path.is_dir():
-        raise UserError(f"there is no run folder {run.path}", "submit the run first, or give its folder")
-    return elements_of(run) or [run]
-
-
-def elements_of(array: RunDir) -> list[RunDir]:
-    """The runs of an array, by index; none where this is the folder of one run."""
-    found = [path.parent for path in array.path.glob("*/run.yaml") if path.parent.name.isdigit()]
-    return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name))]
-
-
 def plan(
     config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1
 ) -> Plan:
