@@ -6,10 +6,10 @@ import argparse
 
 from hpctrain.commands.slurm import show
 from hpctrain.errors import ExitCode, UserError
-from hpctrain.launch.engines.slurm import logs as run_logs
 from hpctrain.launch.engines.slurm import status as run_status
 from hpctrain.launch.engines.slurm import submission
 from hpctrain.run import live_lock, which
+from hpctrain.run import logs as run_logs
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
 

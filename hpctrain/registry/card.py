@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import jinja2
 
+from hpctrain.checkpoint import CheckpointStore, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.report.summary import summarize
-from hpctrain.run import step_folder
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunHistory
-from hpctrain.system import safe_read
-from hpctrain.system.json_shape import fits
 
 
 def model_card(data: RunHistory, step: int | None = None) -> str:
@@ -30,7 +26,7 @@ def model_card(data: RunHistory, step: int | None = None) -> str:
         UserError: there is no such checkpoint.
     """
     run = data.run
-    if step is not None and not read_manifest(data, step):
+    if step is not None and step not in _store(data).steps():
         has_some = run.checkpoint_step is not None
         fix = "hpctrain ckpt ls shows what there is" if has_some else "train until one is saved"
         raise UserError(f"{run.path} has no checkpoint of step {step}", fix)
@@ -56,24 +52,16 @@ def model_card(data: RunHistory, step: int | None = None) -> str:
 
 def fingerprint(data: RunHistory, step: int | None) -> str | None:
     """Of the training data, as a checkpoint's manifest has it."""
-    manifest = read_manifest(data, step).get("manifest") or {}
-    identity = (manifest.get("meta") or {}).get("identity") or {}
-    return str(identity["data"]) if identity.get("data") else None
-
-
-def read_manifest(data: RunHistory, step: int | None) -> Mapping[str, Any]:
-    """The manifest of a checkpoint, by default the newest; empty if there is none."""
-    folder = RunDir(data.run.path).checkpoints
-    wanted = step_folder.name_of(step) if step is not None else "step-*"
-    paths = sorted(folder.glob(f"{wanted}/manifest.json"))
     try:
-        found: dict[str, Any] = safe_read.read_json(paths[-1]) if paths else {}
-    except (OSError, ValueError):
-        return {}
-    return found if _is_manifest(found) else {}
+        meta = _store(data).manifest(step).meta if step is not None else {}
+    except (DamagedCheckpoint, UnreadableCheckpoint, UserError):
+        return None
+    identity = meta.get("identity")
+    return str(identity["data"]) if isinstance(identity, dict) and identity.get("data") else None
 
 
-_is_manifest = fits({"manifest": ({"meta": ({"identity": (dict, None)}, None)}, None)})
+def _store(data: RunHistory) -> CheckpointStore:
+    return CheckpointStore(RunDir(data.run.path).checkpoints)
 
 
 def _date(seconds: float | None) -> str | None:

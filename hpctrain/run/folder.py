@@ -76,6 +76,16 @@ class RunDir:
         return self.monitor / "events.jsonl"
 
     @property
+    def live_view(self) -> Path:
+        """The monitor's last window."""
+        return self.monitor / "live.json"
+
+    @property
+    def heat_map(self) -> Path:
+        """The monitor's map of all ranks and windows."""
+        return self.monitor / "heat.npz"
+
+    @property
     def ranks(self) -> Path:
         """Last words."""
         return self.path / "ranks"

@@ -43,7 +43,7 @@ class RunView:
         self._run = RunDir(Path(path).absolute())
         self._events = EventFollower(self._run)
         self._info = JsonFile(self._run.run_json, info_of)
-        self._live = JsonFile(self._run.monitor / "live.json", live_view_of)
+        self._live = JsonFile(self._run.live_view, live_view_of)
         self._lock = JsonFile(self._run.lock_file, live_lock.lock_of)
         self._me = live_lock.myself()
         self._config: Mapping[str, Any] = {}
@@ -130,7 +130,7 @@ class RunView:
         """float64[ranks, windows]: the monitor's map of busy time beyond the peers' (0.2 for 20%); None without one."""
         from hpctrain.run import heat_map
 
-        return heat_map.read(self._run.monitor / "heat.npz")
+        return heat_map.read(self._run.heat_map)
 
     def _snapshot(
         self,

@@ -297,7 +297,7 @@ class Chief:
             return
         self.shown = measures
         try:
-            write_atomically(self.folder.monitor / "live.json", json.dumps(self.live(measures)).encode())
+            write_atomically(self.folder.live_view, json.dumps(self.live(measures)).encode())
         except RunFailed as error:
             self.say(f"the monitor cannot write its live view: {error.what}", False)
 
@@ -332,7 +332,7 @@ class Chief:
         self.events.close()
         if self.heat.used:
             try:
-                self.heat.save(self.folder.monitor / "heat.npz")
+                self.heat.save(self.folder.heat_map)
             except RunFailed as error:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 
