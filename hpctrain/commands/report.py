@@ -10,13 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.run import which
+from hpctrain.run import RunView, which
 from hpctrain.run.folder import write_atomically
-from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
-    from hpctrain.run.history import RunHistory
+    from hpctrain.run import RunHistory
 
 MOST_CHARACTERS = 20_000
 """Of an explanation."""

@@ -21,8 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """See cli.py."""
     from rich.console import Console
 
-    from hpctrain.run import which
-    from hpctrain.run.view import RunView
+    from hpctrain.run import RunView, which
     from hpctrain.watch import terminal
     from hpctrain.watch.source import Source
 

@@ -10,9 +10,8 @@ import jinja2
 from hpctrain.checkpoint import CheckpointStore, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.report.summary import summarize
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run import Attempt, RunHistory
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import RunHistory
 
 
 def model_card(data: RunHistory, step: int | None = None) -> str:

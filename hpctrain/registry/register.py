@@ -21,9 +21,9 @@ from hpctrain.data import Samples
 from hpctrain.errors import MissingExtra, UserError
 from hpctrain.rank.wiring import Problem, make_framework, make_problem
 from hpctrain.registry.card import fingerprint, model_card
+from hpctrain.run import RunView
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
 from hpctrain.tasks.definition import first_field
 from hpctrain.track.mlflow import position
 from hpctrain.track.mlflow_follower import QUIET, artifact_location, tracking_uri

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.report.plots import LinePlot, curve
 from hpctrain.report.summary import summarize
-from hpctrain.run.history import RunHistory
+from hpctrain.run import RunHistory
 
 RESULTS = (
     "state",

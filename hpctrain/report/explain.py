@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from hpctrain.errors import ExitCode
 from hpctrain.report.summary import phase_share
+from hpctrain.run import ORDERLY, Outcome, RunHistory
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Hang, RunFinished, StopRequested, Straggler
-from hpctrain.run.history import RunHistory
 from hpctrain.run.last_words import LastWord
-from hpctrain.run.standing import ORDERLY, Outcome
 from hpctrain.run.verdict import Action, Verdict
 
 DATA_BOUND = 0.2

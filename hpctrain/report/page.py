@@ -20,8 +20,8 @@ from hpctrain.report.chart import DARK, LIGHT, Chart, picture, style
 from hpctrain.report.explain import Explanation
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
 from hpctrain.report.summary import Span, make_spans, summarize
+from hpctrain.run import RunHistory
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Straggler
-from hpctrain.run.history import RunHistory
 
 
 @dataclass(frozen=True)

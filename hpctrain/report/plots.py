@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hpctrain.report.axes import time_unit
 from hpctrain.report.summary import Span
 from hpctrain.report.svg import Curve, Mark
-from hpctrain.run.history import RunHistory, Series
+from hpctrain.run import RunHistory, Series
 
 POINTS = 400
 """Most points of one curve."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.run import ORDERLY, RunHistory, Series
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, RunFinished, RunStarted, Straggler
-from hpctrain.run.history import RunHistory, Series
-from hpctrain.run.standing import ORDERLY
 
 USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
 """Phases that advance the weights; callbacks and checkpoints do not."""

@@ -15,7 +15,7 @@ from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
-    from hpctrain.run.event_log import EventWriter
+    from hpctrain.run import EventWriter
     from hpctrain.train.framework import StepResult, Sums
     from hpctrain.train.training import Training
 

@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 from hpctrain.errors import MissingExtra
+from hpctrain.run import RunView
 from hpctrain.run.events import Event
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text, python, safe_read
 from hpctrain.system.json_shape import fits, is_count
 

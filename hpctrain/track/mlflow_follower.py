@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.run import Outcome, RunView
 from hpctrain.run.events import Event, RunFinished, RunStarted
 from hpctrain.run.folder import RunDir, write_atomically
-from hpctrain.run.standing import Outcome
-from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
-from hpctrain.run.snapshot import LiveRank
-from hpctrain.run.standing import Word
+from hpctrain.run import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
 from hpctrain.track.console import duration, number
 from hpctrain.watch.view import Line, View

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import status
+from hpctrain.run import RunView
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
-from hpctrain.run.view import RunView
 from hpctrain.watch.view import View, make
 
 PORTION_S = 0.5

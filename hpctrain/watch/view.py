@@ -8,12 +8,9 @@ from typing import Any
 
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.directives import seconds
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run import ORDERLY, Attempt, LiveRank, LiveWindow, Progress, RunSnapshot, State, Warned, Word
 from hpctrain.run.events import CheckpointSaved, Eval, RunStarted, Train
 from hpctrain.run.job import QueueEntry
-from hpctrain.run.progress import Progress, Warned
-from hpctrain.run.snapshot import LiveRank, LiveWindow, RunSnapshot
-from hpctrain.run.standing import ORDERLY, State, Word
 
 
 @dataclass(frozen=True)

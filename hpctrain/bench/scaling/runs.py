@@ -17,10 +17,9 @@ from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, T
 from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, Job
 from hpctrain.config.loading import dump
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.run import Outcome, RunView
 from hpctrain.run.events import RunFinished, RunStarted, Train
 from hpctrain.run.folder import RunDir, write_atomically
-from hpctrain.run.standing import Outcome
-from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text, python
 
 PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": REST}

@@ -20,7 +20,7 @@ from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
-from hpctrain.run.event_log import EventWriter
+from hpctrain.run import EventWriter
 from hpctrain.run.events import AboutRank, Straggler
 from hpctrain.run.events import Hang as HangEvent
 from hpctrain.run.folder import RunDir, write_atomically

@@ -22,7 +22,7 @@ from hpctrain.report.chart import LIGHT, Chart, picture, style
 from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin
-from hpctrain.report.summary import goodput, make_spans, summarize
+from hpctrain.report.summary import goodput, make_spans, rank_hours, summarize
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempt_words import AttemptWords
 from hpctrain.run.events import Straggler
@@ -387,3 +387,25 @@ def test_shrinking_a_map_keeps_the_hot_spot() -> None:
     small = shrink(values)
     assert small.shape == (64, 120)
     assert small.max() == 9 and (small > 0).sum() == 1
+
+
+def test_hours_of_ranks_are_each_attempts_own(tmp_path: Path) -> None:
+    """Attempts of different lengths and numbers of ranks; the records win over the events."""
+    first, second = attempt(1, 0, 3600, **DONE), attempt(2, 7200, 9000, **DONE)
+    started = [event("run_started", 0, at=0, ranks=4), event("run_started", 0, attempt=2, at=7200, ranks=8)]
+    data = read(folder(tmp_path / "a", *started, info={"attempts": [first, second]}))
+    assert rank_hours(data, make_spans(data)) == pytest.approx(4 * 1.0 + 8 * 0.5)
+    assert summarize(data)["rank_hours"] == pytest.approx(8.0)
+    data = read(folder(tmp_path / "b", *started, info={"attempts": [{**first, "ranks": 2}, second]}))
+    assert rank_hours(data, make_spans(data)) == pytest.approx(2 * 1.0 + 8 * 0.5)
+    data = read(folder(tmp_path / "c", started[0], info={"attempts": [first, second]}))
+    assert rank_hours(data, make_spans(data)) is None, "nobody says how many ranks the second one had"
+
+
+def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
+    hang = event("hang", 3, sentence="rank 1 does not move")
+    one, two = {"attempt": 1, "started": BEGIN}, {"attempt": 2, "started": BEGIN + 50}
+    data = read(folder(tmp_path / "a", trained(3), hang, info={"attempts": [one]}))
+    assert explain(data).cause == "hang"
+    data = read(folder(tmp_path / "b", trained(3), hang, trained(4, 2, at=60), info={"attempts": [one, two]}))
+    assert explain(data).cause == "running"

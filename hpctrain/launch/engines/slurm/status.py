@@ -10,12 +10,10 @@ from typing import Any
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.submission import submissions
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run import Attempt, RunSnapshot, RunView
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE, QueueEntry
-from hpctrain.run.snapshot import RunSnapshot
-from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 
 UNKNOWN = "UNKNOWN"
