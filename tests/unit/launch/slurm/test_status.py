@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.commands import slurm_end, slurm_status
 from hpctrain.errors import Code, ExitCode, RunFailed, UserError
-from hpctrain.launch.engines.slurm import client, logs, status, submission
+from hpctrain.launch.engines.slurm import client, status, submission
+from hpctrain.run import logs
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.progress import Digest
+from hpctrain.run.progress import Progress
+from hpctrain.run.snapshot import RunSnapshot
 from hpctrain.run.verdict import Action, Verdict, failed_with
 
 
@@ -26,11 +31,11 @@ def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, A
     return {"event": name, "step": step, "time": time, "attempt": 1, **fields}
 
 
-def digest(*events: dict[str, Any]) -> Digest:
-    made = Digest()
-    for each in events:
+def found(*events: dict[str, Any], attempts: Sequence[dict[str, Any]] = (), **fields: Any) -> RunSnapshot:
+    made = Progress()
+    for each in decode("\n".join(map(json.dumps, events)).encode()):
         made.add(each)
-    return made
+    return RunSnapshot(Path("run"), "id", {}, tuple(map(Attempt.from_json, attempts)), made, **fields)
 
 
 TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, seconds={"forward": 1.0, "backward": 4.0})
@@ -38,21 +43,21 @@ STARTED = event("run_started", 0, 0.0, total_steps=100)
 
 
 def test_progress_from_events() -> None:
-    made = status.progress(digest(STARTED, TRAIN), {"attempts": [{"attempt": 1}]}, 24, None, 107.0)
+    made = status.progress(found(STARTED, TRAIN, attempts=[{"attempt": 1}], checkpoint_step=24), 107.0)
     assert (made.attempt, made.step, made.steps, made.checkpoint, made.silent_s) == (1, 30, 100, 24, 7.0)
     assert made.left_s == pytest.approx(35.0), "70 steps at 2 steps a second"
     assert made.ended is None
 
 
 def test_an_empty_folder_is_no_error() -> None:
-    made = status.progress(digest(), {}, None, None, 0.0)
+    made = status.progress(found(), 0.0)
     assert (made.attempt, made.step, made.left_s) == (None, None, None)
     assert status.lines([status.RunStatus("r", None, "not submitted", "", "", "", "", made)])[1] == "  not submitted"
 
 
 def test_the_end_is_in_the_verdicts_words() -> None:
-    info = {"attempts": [{"attempt": 2, "ended": 5.0, "verdict": {"reason": "rank 3 on n2 was killed"}}]}
-    made = status.progress(digest(TRAIN), info, None, None, 0.0)
+    verdict = {"action": "requeue", "exit_code": 70, "reason": "rank 3 on n2 was killed"}
+    made = status.progress(found(TRAIN, attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), 0.0)
     assert made.ended == "rank 3 on n2 was killed"
     text = "\n".join(status.lines([status.RunStatus("r", "7", "FAILED", "", "n1", "", "", made)]))
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
