@@ -13,7 +13,8 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.commands import slurm_end, slurm_status
 from hpctrain.errors import ExitCode, RunFailed, UserError
-from hpctrain.launch.engines.slurm import client, logs, status, submission
+from hpctrain.launch.engines.slurm import client, status, submission
+from hpctrain.run import logs
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
