@@ -73,7 +73,8 @@ def test_a_snapshot_stays_as_it_is_when_the_run_goes_on(run: RunDir) -> None:
     view = RunView(run.path)
     before = view.look()
     write(run, Train(time=221.0, step=40, attempt=2, loss=0.25, steps=10))
-    assert (before.progress.step, view.look().progress.step) == (30, 40)
+    after = view.look()
+    assert (before.progress.step, after.progress.step) == (30, 40)
     with pytest.raises(FrozenInstanceError):
         before.id = "another"  # type: ignore[misc]
 
@@ -105,8 +106,9 @@ def test_readers_that_keep_their_place_get_each_event_once(run: RunDir) -> None:
     assert view.events_from(end, 1 << 20) == ([], end)
     run.events.write_bytes(b"")
     write(run, RunStarted(time=1.0, step=0))
-    again, _ = view.events_from(end, 1 << 20)
+    again, place = view.events_from(end, 1 << 20)
     assert [type(event) for event in again] == [RunStarted], "another run in the same place"
+    assert view.events_from(place, 1 << 20) == ([], place)
 
 
 def test_a_folder_that_is_not_there_is_a_run_that_has_not_started(tmp_path: Path) -> None:
