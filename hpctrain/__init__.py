@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from hpctrain.reduce.torch_reducer import Reducer as TorchReducer
     from hpctrain.reduce.torch_reducer import broadcast as torch_broadcast
     from hpctrain.reduce.torch_reducer import measured_reducer as torch_reducer
+    from hpctrain.run.events import Event
+    from hpctrain.run.view import RunView
     from hpctrain.tasks.definition import KerasTask, TorchScheduler, TorchTask
     from hpctrain.track.sink import Sink
     from hpctrain.train.framework import StepResult
@@ -63,6 +65,7 @@ _HOMES = {
     "CurriculumSampler": "hpctrain.data.samplers:CurriculumSampler",
     "Dataset": "hpctrain.data.dataset:Dataset",
     "Epoch": "hpctrain.data.order:Epoch",
+    "Event": "hpctrain.run.events:Event",
     "ExitCode": "hpctrain.errors:ExitCode",
     "Field": "hpctrain.data.dataset:Field",
     "Group": "hpctrain.comm.group:Group",
@@ -81,6 +84,7 @@ _HOMES = {
     "Retention": "hpctrain.checkpoint:Retention",
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
+    "RunView": "hpctrain.run.view:RunView",
     "Saver": "hpctrain.checkpoint:Saver",
     "Sink": "hpctrain.track.sink:Sink",
     "StepResult": "hpctrain.train.framework:StepResult",
@@ -118,6 +122,7 @@ __all__ = [
     "CurriculumSampler",
     "Dataset",
     "Epoch",
+    "Event",
     "ExitCode",
     "Field",
     "Group",
@@ -136,6 +141,7 @@ __all__ = [
     "Retention",
     "RunFailed",
     "RunSummary",
+    "RunView",
     "Saver",
     "Sink",
     "StepResult",

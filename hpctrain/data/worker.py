@@ -16,7 +16,7 @@ from hpctrain.data.order import Drawn
 from hpctrain.data.place import with_place
 from hpctrain.data.samples import make_batch
 from hpctrain.data.worker_setup import recipe_of, reopen
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import GENERAL, Code, HpctrainError, code_of
 from hpctrain.system.anonymous_memory import AnonymousMemory
 
 
@@ -52,12 +52,11 @@ def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMe
             drawn = Drawn(request["epoch"], *(np.array(request[name], np.int64) for name in ("ids", "repeats")))
             yield {"arrays": next(turns).put(make_batch(dataset, recipe, drawn))}
     except HpctrainError as error:
-        yield {"what": error.what, "fix": error.fix}
+        yield {"what": error.what, "fix": error.fix, "code": code_of(error)}
     except Exception as error:
-        yield {
-            "what": f"a data worker failed: {with_place(error)}",
-            "fix": "correct the dataset, the transform or collate",
-        }
+        what = f"a data worker failed: {with_place(error)}"
+        code = Code.USER_ERROR if code_of(error) in GENERAL else code_of(error)
+        yield {"what": what, "fix": "correct the dataset, the transform or collate", "code": code}
 
 
 if __name__ == "__main__":

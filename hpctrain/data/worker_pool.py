@@ -26,7 +26,7 @@ from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe
 from hpctrain.data.worker_setup import refer_to_dataset, refer_to_recipe
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.system import python
 from hpctrain.system.anonymous_memory import AnonymousMemory
 
@@ -80,7 +80,7 @@ class Worker:
             raise self._death(f"made samples {ids[:4].tolist()}{' and others' if len(ids) > 4 else ''}")
         answer = json.loads(line)
         if "what" in answer:
-            raise UserError(answer["what"], answer["fix"])
+            raise UserError(answer["what"], answer["fix"], Code.read(answer["code"]))
         return {name: array.copy() for name, array in memory.views(answer["arrays"]).items()}
 
     def _death(self, during: str) -> RunFailed:

@@ -46,14 +46,14 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
     Raises:
         OSError: the file cannot be made.
     """
-    before = stop_request(run_dir)
+    before = requested_stop(run_dir)
     replaces = before is not None and before.signal is not None and request.signal is None
     details = json.dumps({"signal": request.signal.name}) + "\n" if request.signal else ""
     with contextlib.suppress(FileExistsError), open(run_dir.stop_file, "w" if replaces else "x") as file:
         file.write(f"{request.by}\n{details}")
 
 
-def stop_request(run_dir: RunDir) -> StopRequest | None:
+def requested_stop(run_dir: RunDir) -> StopRequest | None:
     """Who asked the run to stop, none if nobody did."""
     try:
         return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))

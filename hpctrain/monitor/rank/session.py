@@ -26,7 +26,8 @@ from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
 from hpctrain.monitor.wire import Interface, interfaces, listen, meeting_address, routed_address
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python
 
 DUMP_ON = signal.SIGRTMAX - 3

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from threading import Event, Timer
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.data import Order, TrainingData, open_dataset
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
+from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
@@ -80,7 +82,7 @@ class Run:
         self.config = CheckpointConfig(**config)
         self.folder = folder
         self.make_store: Any = CheckpointStore
-        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        self.events: list[Event] = []
         self.identity: dict[str, Any] = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
 
     def attempt(
@@ -95,7 +97,7 @@ class Run:
         """Trains to the end or until a hook ends it."""
         kept = Retention(self.config.keep_last, self.config.keep_every_steps)
         self.store = self.make_store(self.folder, kept, fence=fence)
-        report = lambda event, step, **fields: self.events.append((event, step, fields))  # noqa: E731
+        report = self.events.append
         hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, hooks, fresh)
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
@@ -111,7 +113,7 @@ class Run:
 
     def said(self, event: str) -> list[int]:
         """Steps of the events of a kind."""
-        return [step for name, step, _ in self.events if name == event]
+        return [each.step for each in self.events if each.name == event]
 
 
 def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     count = len(run.events)
     assert run.store.steps() == [3, 7] and best_steps(run.store) == {3}
     run.attempt(losses=losses | {8: 9.0, 9: 2.5}, steps=9)
-    again = [step for name, step, _ in run.events[count:] if name == "checkpoint_saved"]
+    again = [each.step for each in run.events[count:] if each.name == "checkpoint_saved"]
     assert again == [9], "2.5 is not better than 2.0, which the checkpoint remembers"
     assert run.store.steps() == [3, 9]
     with pytest.raises(UserError, match="'accuracy', which the task does not report"):
@@ -177,16 +179,16 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
 class HeldDisk(CheckpointStore):
     """Nothing is written before ``free`` is set."""
 
-    free: Event
+    free: threading.Event
 
     def prepare_folder(self, partial: Path) -> None:
         assert self.free.wait(30), "training waits for the disk"
         super().prepare_folder(partial)
 
 
-def held(run: Run) -> Event:
+def held(run: Run) -> threading.Event:
     """Holds the disk of a run; set the event to free it."""
-    free = Event()
+    free = threading.Event()
     run.make_store = type("Held", (HeldDisk,), {"free": free})
     return free
 
@@ -234,7 +236,7 @@ def test_saves_that_fail_are_told_by_their_number_and_tried_again_before_they_ar
     run = Run(tmp_path, every_steps=3, mode="sync", overhead_budget=1e9)
     free = Interrupt(8, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", 0))
     run.attempt(free)
-    failed = [(step, fields["failures"]) for name, step, fields in run.events if name == "checkpoint_failed"]
+    failed = [(each.step, each.failures) for each in run.events if isinstance(each, CheckpointFailed)]
     assert failed == [(step, step - 2) for step in range(3, 8)] and run.said("checkpoint_saved") == [8, 9, 10]
     assert "5 CHECKPOINTS IN A ROW FAILED" in capsys.readouterr().out
 
@@ -259,7 +261,8 @@ def test_a_failed_save_is_told_and_training_goes_on(
     free = Interrupt(7, lambda: monkeypatch.setattr(saver_module, "LEAST_SPARE_BYTES", spare))
     assert run.attempt(fill, free).weight[0] == 10
     assert run.said("checkpoint_failed") == [4, 6] and run.said("checkpoint_saved") == [2, 8, 10]
-    assert "MB are needed" in run.events[1][2]["error"]
+    failed = run.events[1]
+    assert isinstance(failed, CheckpointFailed) and "MB are needed" in str(failed.error)
     assert "checkpoint of step 4 FAILED: rank 0: " in capsys.readouterr().out
 
 
