@@ -119,6 +119,13 @@ def test_a_file_size_limit_on_one_rank_abandons_the_checkpoint_on_all(mpirun: Ru
 
 
 @pytest.mark.world_size(2)
+def test_one_that_is_given_up_makes_way_for_the_one_that_waits(mpirun: Run, tmp_path: Path) -> None:
+    result = mpirun(2, PROGRAM, "dropped", tmp_path / "checkpoints")
+    assert "dropped ['step-000000003']" in result.stdout
+
+
+
+@pytest.mark.world_size(2)
 def test_a_full_disk(tmp_path: Path) -> None:
     """A tmpfs of 16 MB, in a mount namespace of the test's own."""
     launcher = find_mpirun()

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 
@@ -119,6 +120,32 @@ def full(world: World, folder: Path) -> None:
     np.testing.assert_array_equal(loaded.arrays["model/large"], arrays(1)["model/large"])
 
 
+def dropped(world: World, folder: Path) -> None:
+    """One is given up that rank 1 has not written; one that has waited for it meanwhile takes its place."""
+    free = Event()
+
+    class Held(CheckpointStore):
+        def prepare_folder(self, partial: Path) -> None:
+            assert world.rank == 0 or free.wait(30)
+            super().prepare_folder(partial)
+
+    store = Held(folder, group=world.everyone)
+    saver = open_saver(store)
+    for step in (1, 2, 3):
+        saver.begin(array_tensors(arrays(step), {}), step, {})
+    saver.drop(wanted=())
+    free.set()
+    first, second = saver.finish(), saver.finish()
+    assert first.is_dropped and first.error and not first.is_hopeless and not first.is_replaced, first
+    assert second.error is None and saver.idle, second
+    saver.close()
+    world.everyone.barrier("look at the folder")
+    assert store.steps() == [3], "3 has taken the place of 2"
+    np.testing.assert_array_equal(store.load().arrays["model/large"], arrays(3)["model/large"])
+    if world.rank == 0:
+        print("dropped", os.listdir(folder))
+
+
 if __name__ == "__main__":
     mode, path, *rest = sys.argv[1:]
-    {"save": save, "load": load, "limited": limited, "full": full}[mode](connect(), Path(path), *rest)
+    {"save": save, "load": load, "limited": limited, "full": full, "dropped": dropped}[mode](connect(), Path(path), *rest)
