@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,6 +16,7 @@ from hpctrain.data import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
@@ -24,36 +24,20 @@ from hpctrain.frameworks.tensorflow.state import (
     VariableTensor,
     digest,
     is_seed,
-    load_tensors,
     model_tensors,
     path_in,
-    require_same_model,
+    require_different_names,
 )
 from hpctrain.frameworks.tensorflow.step import Judge, Step
+from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.framework import HostBatch, Sums
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
-
-SCALER = "scaler/scale"
-
-
-@dataclass(frozen=True)
-class KerasStepResult:
-    """What one update gave."""
-
-    loss: tuple[float, float]
-    """This rank's (sum, weight)."""
-    grad_norm: float
-    """L2 norm of the averaged gradient before clipping."""
-
-    def sums(self) -> Sums:
-        """See StepResult."""
-        return {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
 
 
 class KerasFramework:
@@ -85,7 +69,8 @@ class KerasFramework:
         self.passes = Passes(task, self.pieces, config.reduce.sparse, config.train.compile)
         self.update = Update(task.optimizer, variables, self.pieces, config.train.compile)
         self.loss_scale = LossScale() if config.train.precision == "fp16" else None
-        self.judge = Judge(clock, config.train.clip_norm, self.loss_scale)
+        self.rule = UpdateRule(config.train.clip_norm, self.loss_scale)
+        self.judge = Judge(clock, self.rule)
         self.steps: Step | None = None
         self.choice = choice
         self.reducers = KerasReducers(self.pieces)
@@ -102,7 +87,9 @@ class KerasFramework:
     def _make_equal(self) -> None:
         """Weights and optimizer as rank 0 has them; noise of each rank's own."""
         tensors = self._variables()
-        require_same_model(self.group, tensors)
+        require_different_names(tensors)
+        described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+        require_same_model(self.group, described, "variables")
         broadcast(self.group, [tensor.variable for tensor in tensors], "receive the model")
         if self.config.train.ema_decay is not None:
             self.update.keep_average(self.config.train.ema_decay)
@@ -143,7 +130,7 @@ class KerasFramework:
                 optimizer.learning_rate.assign(rate * factor)
             self.factor = factor
 
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> KerasStepResult:
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See Framework. Forward and backward are one function: their time is all Phase.BACKWARD."""
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
@@ -158,11 +145,12 @@ class KerasFramework:
                 self.steps.complete(self._gradients(batches, global_samples))
         except tf.errors.OpError as error:
             if self.judge.stopped:
-                raise NonFiniteLoss(self._ranks_at_fault(batches, global_samples)) from error
+                own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
+                raise ranks_at_fault(self.group, bool(all(own))) from error
             raise
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own
-        return KerasStepResult((loss * global_samples, weight * global_samples), self.judge.norm)
+        return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
@@ -189,13 +177,7 @@ class KerasFramework:
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's share, and the loss scale."""
-        numbers = (1.0 / global_samples, self.loss_scale.factor if self.loss_scale else 1.0)
-        return tf.constant(numbers[0], tf.float64), tf.constant(numbers[1], tf.float64)
-
-    def _ranks_at_fault(self, batches: Sequence[Tensors], global_samples: int) -> list[int]:
-        own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
-        finite = self.group.allgather(bool(all(own)), "find the rank whose loss is not finite")
-        return [rank for rank, fine in enumerate(finite) if not fine]
+        return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
 
     def evaluate(self, batch: HostBatch) -> Sums:
         """See Framework; with the averaged weights where an EMA is kept."""
@@ -204,16 +186,12 @@ class KerasFramework:
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         """See Framework. A list of outputs is named ``output_0``, ``output_1``, and so on."""
-        outputs = self.passes.predict(on_device(batch))
-        if isinstance(outputs, Mapping):
-            return {name: np.asarray(value) for name, value in outputs.items()}
-        if isinstance(outputs, (tuple, list)):
-            return {f"output_{index}": np.asarray(value) for index, value in enumerate(outputs)}
-        return {"output": np.asarray(outputs)}
+        outputs = named_outputs(self.passes.predict(on_device(batch)))
+        return {name: np.asarray(value) for name, value in outputs.items()}
 
     def state(self) -> list[StateTensor]:
         """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
-        scaler = [ArrayTensor(SCALER, self.loss_scale.state)] if self.loss_scale else []
+        scaler = self.loss_scale.tensors() if self.loss_scale else []
         host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
         return [*self._variables(), *scaler, *host]
 
@@ -234,8 +212,8 @@ class KerasFramework:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         self.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
-        if self.loss_scale and SCALER in arrays:
-            self.loss_scale.state[:] = arrays[SCALER]
+        if self.loss_scale:
+            self.loss_scale.load(arrays)
         restore_host_random_state(arrays)
         self.factor = None  # the rates of the run file hold, not the saved ones
 

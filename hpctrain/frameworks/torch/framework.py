@@ -6,7 +6,6 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import Config
 from hpctrain.data import Samples
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.holdings import Holdings
@@ -26,26 +26,26 @@ from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
     load_random,
-    load_tensors,
     model_tensors,
     other_names,
     random_tensors,
+    state_of,
 )
+from hpctrain.frameworks.update import Decision, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import (
+    Number,
     Reducer,
     TorchReducers,
     broadcast,
-    require_same_model,
-    state_of,
 )
 from hpctrain.tasks.definition import Task
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.framework import HostBatch, Sums
 from hpctrain.train.seeds import derive, seed_python
-from hpctrain.train.state import ArrayTensor, StateTensor
+from hpctrain.train.state import StateTensor
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,22 +53,6 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def seed(seed: int) -> None:
     """Seeds torch's generators on the CPU and all GPUs."""
     torch.manual_seed(seed)
-
-
-@dataclass(frozen=True)
-class TorchStepResult:
-    """What one update gave."""
-
-    loss: tuple[float, float]
-    """This rank's (sum, weight)."""
-    grad_norm: float | None
-    """Global L2 norm of the averaged gradient before clipping, where it was computed."""
-
-    def sums(self) -> Sums:
-        """See StepResult."""
-        return (
-            {"loss": self.loss} if self.grad_norm is None else {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
-        )
 
 
 class TorchFramework:
@@ -100,8 +84,10 @@ class TorchFramework:
         require_own_statistics(self.model, world.data.size)
         self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
         self.model.to(self.device, memory_format=self.memory_format)
-        require_same_model(world.data, self.model)
-        broadcast(world.data, list(state_of(self.model).values()), "receive the model")
+        tensors = state_of(self.model)
+        described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        require_same_model(world.data, described, "tensors")
+        broadcast(world.data, list(tensors.values()), "receive the model")
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.optimizer_state = OptimizerState(parts, self.names)
         if self.device.type != "cpu":
@@ -113,6 +99,7 @@ class TorchFramework:
         self.call = torch.compile(self.model) if train.compile else self.model
         self.low_precision = LOW_PRECISION.get(train.precision)
         self.scale = LossScale() if train.precision == "fp16" else None
+        self.rule = UpdateRule(train.clip_norm, self.scale)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.average_weight = 1 - (train.ema_decay or 0)
@@ -137,31 +124,31 @@ class TorchFramework:
             self.rate_factor = factor
             self.optimizer_state.set_rates(factor)
 
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> TorchStepResult:
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See Framework."""
         self._for_training()
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
         loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
-        finite, norm = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
-        if finite:
+        decision = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
+        if decision.factor is not None:
             self.optimizer.step()
             self.updates += 1
             if self.average:
                 with torch.no_grad():
                     torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
         self.clock.mark(Phase.OPTIMIZER)
-        return TorchStepResult(loss, norm)
+        return UpdateResult(loss, decision.norm)
 
     def _gradients(
         self, reducer: Reducer, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
     ) -> tuple[tuple[float, float], ExchangeResult]:
         """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
         reducer.begin()
-        factor = (self.scale.factor if self.scale else 1.0) / global_samples
-        loss: Any = 0.0
-        weight: Any = 0.0
+        factor = self.rule.scale / global_samples
+        loss: Number = 0.0
+        weight: Number = 0.0
         weighted = False
         for number, host in enumerate(micro_batches, start=1):
             batch = self._to_device(host)
@@ -187,32 +174,16 @@ class TorchFramework:
         totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
         return (float(loss), float(weight)), totals
 
-    def _finish_gradients(
-        self, reducer: Reducer, totals: ExchangeResult, own_finite: bool
-    ) -> tuple[bool, float | None]:
-        """Divides by weights and loss scale, clips. Whether an update follows, and the norm where one was needed."""
-        if self.scale is None and not math.isfinite(totals.loss):
-            raise self._non_finite(own_finite)
-        clip = self.config.train.clip_norm
-        multiplier = 1 / (totals.divisor * (self.scale.factor if self.scale else 1.0))
-        norm = None
-        if clip is not None or self.scale is not None:
-            norm = global_norm(reducer.gradients()) * multiplier
-            if not math.isfinite(norm) or not math.isfinite(totals.loss):
-                if self.scale is None or not self.scale.overflowed():
-                    raise self._non_finite(own_finite)
-                return False, None
-            if self.scale is not None:
-                self.scale.succeeded()
-            if clip is not None and norm > clip:
-                multiplier *= clip / norm
-        if multiplier != 1:
-            torch._foreach_mul_(reducer.gradients(), multiplier)
-        return True, norm
-
-    def _non_finite(self, own_finite: bool) -> NonFiniteLoss:
-        everywhere = self.world.data.allgather(own_finite, "find the loss that is not finite")
-        return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite])
+    def _finish_gradients(self, reducer: Reducer, totals: ExchangeResult, own_finite: bool) -> Decision:
+        """Divides by weights and loss scale, and clips, unless the update is left out."""
+        norm = global_norm(reducer.gradients()) if self.rule.needs_norm else None
+        try:
+            decision = self.rule.decide(totals, norm)
+        except NotFinite:
+            raise ranks_at_fault(self.world.data, own_finite) from None
+        if decision.factor is not None and decision.factor != 1:
+            torch._foreach_mul_(reducer.gradients(), decision.factor)
+        return decision
 
     def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
         """Rehearses steps on the first batch; what they change in the model is put back."""
@@ -249,15 +220,11 @@ class TorchFramework:
         """See Framework."""
         with self._for_evaluation(), self._autocast():
             outputs = self.task.forward(self.call, self._to_device(batch))
-        if isinstance(outputs, Mapping):
-            return {str(name): _to_host(value) for name, value in outputs.items()}
-        if isinstance(outputs, (tuple, list)):
-            return {f"output_{index}": _to_host(value) for index, value in enumerate(outputs)}
-        return {"output": _to_host(outputs)}
+        return {name: _to_host(value) for name, value in named_outputs(outputs).items()}
 
     def state(self) -> list[StateTensor]:
         """See Framework."""
-        scaler = [ArrayTensor("scaler/scale", self.scale.state)] if self.scale else []
+        scaler = self.scale.tensors() if self.scale else []
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
@@ -275,8 +242,8 @@ class TorchFramework:
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factor = math.nan  # the rates of the run file hold, not the saved ones
-        if self.scale and "scaler/scale" in arrays:
-            self.scale.state[:] = arrays["scaler/scale"]
+        if self.scale:
+            self.scale.load(arrays)
         load_random(self.device, arrays)
 
     def reseed(self, step: int) -> None:
