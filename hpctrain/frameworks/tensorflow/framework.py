@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -40,6 +41,33 @@ from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 
+@dataclass(frozen=True)
+class Named:
+    """Variables of a task that have names: its model's, what it holds besides, and TensorFlow's noise."""
+
+    model: keras.Model
+    holdings: Holdings
+    noise: tf.random.Generator
+
+    def tensors(self) -> list[VariableTensor]:
+        """``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
+        noise = VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK)
+        return [*model_tensors(self.model), *self.holdings.tensors(), noise]
+
+
+@dataclass(frozen=True)
+class ReadyTask:
+    """A task whose model and optimizer are equal on all ranks."""
+
+    task: KerasTask
+    named: Named
+    averages: Sequence[tf.Variable]
+    """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
+    reducers: KerasReducers
+    reducer: Reducer | None
+    """None where it has to be measured."""
+
+
 class KerasFramework:
     """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework.
 
@@ -50,61 +78,36 @@ class KerasFramework:
 
     name = "tensorflow"
 
-    def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
-        """Makes the model and its optimizer equal on all ranks. Collective.
-
-        Raises:
-            UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
-                models differ, or the reducer that the configuration names cannot be had.
+    def __init__(self, ready: ReadyTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """
-        refuse_what_cannot_work(task, config, world.data.size)
-        require_own_gpu(world.local_size)
-        self.task = task
-        self.world = world
-        self.group = world.data
-        self.config = config
-        self.clock = clock
-        variables = task.model.trainable_variables
-        self.pieces = Pieces(variables)
-        self.passes = Passes(task, self.pieces, config.reduce.sparse, config.train.compile)
-        self.update = Update(task.optimizer, variables, self.pieces, config.train.compile)
-        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
-        self.rule = UpdateRule(config.train.clip_norm, self.loss_scale)
+        Args:
+            ready: see ``open_framework``, which makes one, and of it a framework.
+            world, config, clock, choice: see there.
+        """
+        task, train, variables = ready.task, config.train, ready.task.model.trainable_variables
+        self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
+        self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
+        self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
+        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages)
+        decay = train.ema_decay or 0.0
+        self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
+        self.loss_scale = LossScale() if train.precision == "fp16" else None
+        self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
         self.steps: Step | None = None
-        self.choice = choice
-        self.reducers = KerasReducers(self.pieces)
-        self.reducer = choice.known(self.reducers)
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
-        self.noise = tf.random.get_global_generator()
-        task.optimizer.build(variables)
-        others = {"loss": task.loss, "forward": task.forward}
-        self.holdings = Holdings(task.optimizer, others, task.model, [self.noise.state])
-        self._make_equal()
-
-    def _make_equal(self) -> None:
-        """Weights and optimizer as rank 0 has them; noise of each rank's own."""
-        tensors = self._variables()
-        require_different_names(tensors)
-        described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
-        require_same_model(self.group, described, "variables")
-        broadcast(self.group, [tensor.variable for tensor in tensors], "receive the model")
-        if self.config.train.ema_decay is not None:
-            self.update.keep_average(self.config.train.ema_decay)
-            self.passes.averages = self.update.averages
-        self.reseed(0)
 
     def reseed(self, step: int) -> None:
         """See Framework."""
         rank_seed = derive(self.config.seed, self.group.rank, 1, step)  # dropout must differ between ranks
         seed_python(rank_seed)
-        self.noise.reset_from_seed(rank_seed)
+        self.named.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
         if step:  # before the first one, the task's own seeds hold
-            self.holdings.reseed(rank_seed)
+            self.named.holdings.reseed(rank_seed)
 
     @property
     def reducer_name(self) -> str | None:
@@ -198,19 +201,12 @@ class KerasFramework:
     def _variables(self) -> list[VariableTensor]:
         model = self.task.model
         paths = [path_in(model, variable) for variable in model.trainable_variables]
-        averages = [
-            VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.update.averages, strict=False)
-        ]
-        return [
-            *model_tensors(model),
-            *self.holdings.tensors(),
-            *averages,
-            VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK),
-        ]
+        averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.averages, strict=False)]
+        return [*self.named.tensors(), *averages]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
-        self.holdings.refuse_strangers(arrays)
+        self.named.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
         if self.loss_scale:
             self.loss_scale.load(arrays)
@@ -242,6 +238,44 @@ class KerasFramework:
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
+
+
+def open_framework(
+    task: KerasTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice
+) -> KerasFramework:
+    """A framework whose model and optimizer are equal on all ranks; noise is each rank's own. Collective.
+
+    Args:
+        task: its model has weights.
+        world: the ranks.
+        config: of the run.
+        clock: is told where the time of a step goes.
+        choice: how the reducer is chosen.
+
+    Raises:
+        UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
+            models differ, or the reducer that the configuration names cannot be had.
+    """
+    refuse_what_cannot_work(task, config, world.data.size)
+    require_own_gpu(world.local_size)
+    variables = task.model.trainable_variables
+    reducers = KerasReducers(Pieces(variables))
+    reducer = choice.known(reducers)
+    task.optimizer.build(variables)
+    noise = tf.random.get_global_generator()
+    others = {"loss": task.loss, "forward": task.forward}
+    named = Named(task.model, Holdings(task.optimizer, others, task.model, [noise.state]), noise)
+    tensors = named.tensors()
+    require_different_names(tensors)
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+    require_same_model(world.data, described, "variables")
+    broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
+    averaged = variables if config.train.ema_decay is not None else []
+    averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
+    ready = ReadyTask(task, named, averages, reducers, reducer)
+    framework = KerasFramework(ready, world, config, clock, choice)
+    framework.reseed(0)
+    return framework
 
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:

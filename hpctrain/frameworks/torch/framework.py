@@ -6,6 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
@@ -55,6 +56,19 @@ def seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@dataclass(frozen=True)
+class ReadyTask:
+    """A task whose model is on this rank's device and equal on all ranks."""
+
+    task: Task
+    device: torch.device
+    holdings: Holdings
+    optimizer_state: OptimizerState
+    reducers: TorchReducers
+    reducer: Reducer | None
+    """None where it has to be measured."""
+
+
 class TorchFramework:
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
 
@@ -63,35 +77,23 @@ class TorchFramework:
 
     name = "torch"
 
-    def __init__(self, task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
-        """Moves the model to this rank's device and makes it equal on all ranks. Collective.
-
-        Raises:
-            UserError: the ranks' models differ, or the reducer that the configuration names cannot be had.
+    def __init__(self, ready: ReadyTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
+        """
+        Args:
+            ready: see ``open_framework``, which makes one, and of it a framework.
+            world, config, clock, choice: see there.
         """
         train = config.train
-        self.task, self.world, self.config, self.clock = task, world, config, clock
-        self.device = pick_device(world.local_rank)
-        require_same_kind(self.device, world)
-        if train.threads is not None:  # a supervisor has told the environment; mpirun has not
-            torch.set_num_threads(train.threads)
-        self.model: torch.nn.Module = task.model
-        self.optimizer: torch.optim.Optimizer = task.optimizer
-        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, self.model)
-        parts = self.holdings.parts()
-        optimizers = [part.optimizer for part in parts]
-        require_trainable(self.model, optimizers, train.channels_last, train.ema_decay is not None)
-        require_own_statistics(self.model, world.data.size)
-        self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
-        self.model.to(self.device, memory_format=self.memory_format)
-        tensors = state_of(self.model)
-        described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-        require_same_model(world.data, described, "tensors")
-        broadcast(world.data, list(tensors.values()), "receive the model")
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self.optimizer_state = OptimizerState(parts, self.names)
-        if self.device.type != "cpu":
-            self.optimizer_state.to_device()
+        self.task, self.world, self.config, self.clock, self.choice = ready.task, world, config, clock, choice
+        self.device = ready.device
+        self.model: torch.nn.Module = ready.task.model
+        self.optimizer: torch.optim.Optimizer = ready.task.optimizer
+        self.holdings = ready.holdings
+        self.optimizer_state = ready.optimizer_state
+        self.reducers = ready.reducers
+        self.reducer = ready.reducer
+        self.memory_format = memory_format_of(train)
+        self.names = ready.optimizer_state.names
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
         self.rate_factor = 1.0
@@ -103,10 +105,6 @@ class TorchFramework:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.average_weight = 1 - (train.ema_decay or 0)
-        self.choice = choice
-        self.reducers = TorchReducers(self.model, config.reduce)
-        self.reducer = choice.known(self.reducers)
-        self.reseed(0)
 
     @property
     def reducer_name(self) -> str | None:
@@ -331,6 +329,49 @@ class TorchFramework:
         if self.device.type == "cuda":
             host = host.pin_memory().to(self.device, non_blocking=True)
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
+
+
+def open_framework(task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> TorchFramework:
+    """A framework whose model is on this rank's device and equal on all ranks. Collective.
+
+    Args:
+        task: a TorchTask.
+        world: the ranks.
+        config: of the run.
+        clock: is told where the time of a step goes.
+        choice: how the reducer is chosen.
+
+    Raises:
+        UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
+            cannot be had.
+    """
+    train, model = config.train, task.model
+    device = pick_device(world.local_rank)
+    require_same_kind(device, world)
+    if train.threads is not None:  # a supervisor has told the environment; mpirun has not
+        torch.set_num_threads(train.threads)
+    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
+    parts = holdings.parts()
+    require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
+    require_own_statistics(model, world.data.size)
+    model.to(device, memory_format=memory_format_of(train))
+    tensors = state_of(model)
+    described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    require_same_model(world.data, described, "tensors")
+    broadcast(world.data, list(tensors.values()), "receive the model")
+    optimizer_state = OptimizerState(parts, {id(parameter): name for name, parameter in model.named_parameters()})
+    if device.type != "cpu":
+        optimizer_state.to_device()
+    reducers = TorchReducers(model, config.reduce)
+    ready = ReadyTask(task, device, holdings, optimizer_state, reducers, choice.known(reducers))
+    framework = TorchFramework(ready, world, config, clock, choice)
+    framework.reseed(0)
+    return framework
+
+
+def memory_format_of(train: TrainConfig) -> torch.memory_format:
+    """Of the model and of batches of images."""
+    return torch.channels_last if train.channels_last else torch.preserve_format
 
 
 class _NoClock:
