@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.train.state import ArrayTensor
+
+NAME = "scaler/scale"
+"""Of the state in checkpoints."""
 INITIAL = 2.0**16
 GROWTH_STEPS = 2000
 SMALLEST = 2.0**-10
@@ -32,3 +40,12 @@ class LossScale:
         """An update is skipped; False where scaling cannot be the reason."""
         self.state[:] = self.state[0] / 2, 0
         return bool(self.state[0] >= SMALLEST)
+
+    def tensors(self) -> list[ArrayTensor]:
+        """Its state, for checkpoints."""
+        return [ArrayTensor(NAME, self.state)]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes over a saved state, if there is one."""
+        if NAME in arrays:
+            self.state[:] = arrays[NAME]

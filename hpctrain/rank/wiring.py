@@ -125,18 +125,18 @@ def make_framework(
     """
     choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
-        from hpctrain.frameworks.torch.framework import TorchFramework
+        from hpctrain.frameworks.torch.framework import open_framework as open_torch
 
-        framework = TorchFramework(task, world, config, clock, choice)
+        framework = open_torch(task, world, config, clock, choice)
         if framework.device.type == "cuda" and isinstance(clock, RingClock):
             from hpctrain.monitor.rank.torch_clock import follow_cuda
 
             follow_cuda(clock)
         return framework
-    from hpctrain.frameworks.tensorflow.framework import KerasFramework
+    from hpctrain.frameworks.tensorflow.framework import open_framework as open_keras
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
-    return KerasFramework(task, world, config, clock, choice)
+    return open_keras(task, world, config, clock, choice)
 
 
 def make_validation(config: Config, world: World, dataset: Dataset, collate: Collate | None) -> ValidationData:

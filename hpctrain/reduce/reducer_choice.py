@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -52,7 +52,7 @@ class Choice:
     seconds: dict[str, float]
     """Median time of a rehearsed step by candidate, on the slowest rank."""
 
-    def to_event(self) -> dict[str, Any]:
+    def to_event(self) -> dict[str, str | dict[str, float]]:
         """JSON-able, for the run folder."""
         return {
             "reducer": self.candidate.name,

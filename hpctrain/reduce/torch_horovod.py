@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ POLL_S = 2e-4
 class HorovodAllreduce:
     """Few large messages of fixed names and bounds: nothing is negotiated anew, and timing changes no sum."""
 
-    def __init__(self, horovod: Any, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
+    def __init__(
+        self, horovod: ModuleType, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
+    ) -> None:
         self.horovod = horovod
         self.gradients = layout.gradients
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
@@ -57,7 +59,7 @@ class HorovodAllreduce:
         self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
 
 
-def unfit(horovod: Any, group: Group, device: torch.device) -> UserError | None:
+def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError | None:
     """What keeps Horovod from summing tensors of this device, the same on all ranks. Collective over the group."""
     on_gpu = device.type == "cuda"
     for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allredu
 from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
 from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
 
-Number: TypeAlias = Any
+Number: TypeAlias = float | Tensor
 """A float, or a scalar tensor on any device."""
 
 
@@ -229,23 +228,6 @@ def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
         group.broadcast_array(host.view(-1).view(torch.uint8).numpy(), what)
         with torch.no_grad():
             tensor.copy_(host)
-
-
-def state_of(model: Module) -> dict[str, Tensor]:
-    """Tensors of a model's ``state_dict``, which may hold what is none: the extra state of modules."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def require_same_model(group: Group, model: Module) -> None:
-    """Raises UserError, on every rank, where ranks built models of different names, shapes or types."""
-    described = repr([(name, tuple(it.shape), str(it.dtype)) for name, it in state_of(model).items()])
-    digests = group.allgather(hashlib.sha256(described.encode()).hexdigest(), "compare the models")
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
-        raise UserError(
-            f"the model of rank {odd[0]} differs from that of rank 0 in the names, shapes or types of its tensors",
-            "build the same model on every rank; only data may depend on the rank",
-        )
 
 
 def _common(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:

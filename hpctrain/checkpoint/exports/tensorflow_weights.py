@@ -9,7 +9,8 @@ from typing import Any
 import keras
 from numpy.typing import NDArray
 
-from hpctrain.frameworks.tensorflow.state import load_tensors, model_tensors
+from hpctrain.frameworks.named_state import load_tensors
+from hpctrain.frameworks.tensorflow.state import model_tensors
 
 
 def export_keras(model: keras.Model, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:

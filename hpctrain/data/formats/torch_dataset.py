@@ -57,7 +57,7 @@ def from_torch(source: Any, names: tuple[str, ...] | None, ragged: bool = False)
             f"{kind} has no random access", "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
         )
     try:
-        length = len(source)
+        length = len(source)  # type: ignore[arg-type]  # not all have one
     except (TypeError, NotImplementedError) as error:
         raise UserError(
             f"the torch Dataset {kind} has no length", "give it a __len__ that returns its number of samples"

@@ -1,1 +1,33 @@
-"""Keras 3 on TensorFlow."""
+"""Keras on TensorFlow: ``framework`` trains a model, by the functions of ``passes`` and ``step``; ``state`` and
+``holdings`` name its variables. ``runtime`` settles what TensorFlow reads before it starts, and loads none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.frameworks.tensorflow.framework import KerasFramework
+    from hpctrain.frameworks.tensorflow.state import model_tensors
+    from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+
+_MODULES = {
+    "KerasFramework": "framework",
+    "dry_call": "weights",
+    "lacks_weights": "weights",
+    "model_tensors": "state",
+}
+
+__all__ = [
+    "KerasFramework",
+    "dry_call",
+    "lacks_weights",
+    "model_tensors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hpctrain.frameworks.tensorflow' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hpctrain.frameworks.tensorflow.{_MODULES[name]}"), name)

@@ -17,6 +17,7 @@ from hpctrain.data import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
@@ -24,37 +25,48 @@ from hpctrain.frameworks.tensorflow.state import (
     VariableTensor,
     digest,
     is_seed,
-    load_tensors,
     model_tensors,
     path_in,
-    require_same_model,
+    require_different_names,
 )
 from hpctrain.frameworks.tensorflow.step import Judge, Step
+from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.framework import HostBatch, Sums
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
-SCALER = "scaler/scale"
+
+@dataclass(frozen=True)
+class Named:
+    """Variables of a task that have names: its model's, what it holds besides, and TensorFlow's noise."""
+
+    model: keras.Model
+    holdings: Holdings
+    noise: tf.random.Generator
+
+    def tensors(self) -> list[VariableTensor]:
+        """``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
+        noise = VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK)
+        return [*model_tensors(self.model), *self.holdings.tensors(), noise]
 
 
 @dataclass(frozen=True)
-class KerasStepResult:
-    """What one update gave."""
+class ReadyTask:
+    """A task whose model and optimizer are equal on all ranks."""
 
-    loss: tuple[float, float]
-    """This rank's (sum, weight)."""
-    grad_norm: float
-    """L2 norm of the averaged gradient before clipping."""
-
-    def sums(self) -> Sums:
-        """See StepResult."""
-        return {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
+    task: KerasTask
+    named: Named
+    averages: Sequence[tf.Variable]
+    """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
+    reducers: KerasReducers
+    reducer: Reducer | None
+    """None where it has to be measured."""
 
 
 class KerasFramework:
@@ -67,58 +79,36 @@ class KerasFramework:
 
     name = "tensorflow"
 
-    def __init__(self, task: KerasTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
-        """Makes the model and its optimizer equal on all ranks. Collective.
-
-        Raises:
-            UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
-                models differ, or the reducer that the configuration names cannot be had.
+    def __init__(self, ready: ReadyTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """
-        refuse_what_cannot_work(task, config, world.data.size)
-        require_own_gpu(world.local_size)
-        self.task = task
-        self.world = world
-        self.group = world.data
-        self.config = config
-        self.clock = clock
-        variables = task.model.trainable_variables
-        self.pieces = Pieces(variables)
-        self.passes = Passes(task, self.pieces, config.reduce.sparse, config.train.compile)
-        self.update = Update(task.optimizer, variables, self.pieces, config.train.compile)
-        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
-        self.judge = Judge(clock, config.train.clip_norm, self.loss_scale)
+        Args:
+            ready: see ``open_framework``, which makes one, and of it a framework.
+            world, config, clock, choice: see there.
+        """
+        task, train, variables = ready.task, config.train, ready.task.model.trainable_variables
+        self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
+        self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
+        self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
+        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages)
+        decay = train.ema_decay or 0.0
+        self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
+        self.loss_scale = LossScale() if train.precision == "fp16" else None
+        self.rule = UpdateRule(train.clip_norm, self.loss_scale)
+        self.judge = Judge(clock, self.rule)
         self.steps: Step | None = None
-        self.choice = choice
-        self.reducers = KerasReducers(self.pieces)
-        self.reducer = choice.known(self.reducers)
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
-        self.noise = tf.random.get_global_generator()
-        task.optimizer.build(variables)
-        others = {"loss": task.loss, "forward": task.forward}
-        self.holdings = Holdings(task.optimizer, others, task.model, [self.noise.state])
-        self._make_equal()
-
-    def _make_equal(self) -> None:
-        """Weights and optimizer as rank 0 has them; noise of each rank's own."""
-        tensors = self._variables()
-        require_same_model(self.group, tensors)
-        broadcast(self.group, [tensor.variable for tensor in tensors], "receive the model")
-        if self.config.train.ema_decay is not None:
-            self.update.keep_average(self.config.train.ema_decay)
-            self.passes.averages = self.update.averages
-        self.reseed(0)
 
     def reseed(self, step: int) -> None:
         """See Framework."""
         rank_seed = derive(self.config.seed, self.group.rank, 1, step)  # dropout must differ between ranks
         seed_python(rank_seed)
-        self.noise.reset_from_seed(rank_seed)
+        self.named.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.task.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
         if step:  # before the first one, the task's own seeds hold
-            self.holdings.reseed(rank_seed)
+            self.named.holdings.reseed(rank_seed)
 
     @property
     def reducer_name(self) -> str | None:
@@ -149,7 +139,7 @@ class KerasFramework:
                 optimizer.learning_rate.assign(rate * factor)
             self.factor = factor
 
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> KerasStepResult:
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See Framework. Forward and backward are one function: their time is all Phase.BACKWARD."""
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
@@ -164,11 +154,12 @@ class KerasFramework:
                 self.steps.complete(self._gradients(batches, global_samples))
         except tf.errors.OpError as error:
             if self.judge.stopped:
-                raise NonFiniteLoss(self._ranks_at_fault(batches, global_samples)) from error
+                own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
+                raise ranks_at_fault(self.group, bool(all(own))) from error
             raise
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own
-        return KerasStepResult((loss * global_samples, weight * global_samples), self.judge.norm)
+        return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
@@ -195,13 +186,7 @@ class KerasFramework:
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's share, and the loss scale."""
-        numbers = (1.0 / global_samples, self.loss_scale.factor if self.loss_scale else 1.0)
-        return tf.constant(numbers[0], tf.float64), tf.constant(numbers[1], tf.float64)
-
-    def _ranks_at_fault(self, batches: Sequence[Tensors], global_samples: int) -> list[int]:
-        own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
-        finite = self.group.allgather(bool(all(own)), "find the rank whose loss is not finite")
-        return [rank for rank, fine in enumerate(finite) if not fine]
+        return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
 
     def evaluate(self, batch: HostBatch) -> Sums:
         """See Framework; with the averaged weights where an EMA is kept."""
@@ -210,38 +195,27 @@ class KerasFramework:
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         """See Framework. A list of outputs is named ``output_0``, ``output_1``, and so on."""
-        outputs = self.passes.predict(on_device(batch))
-        if isinstance(outputs, Mapping):
-            return {name: np.asarray(value) for name, value in outputs.items()}
-        if isinstance(outputs, (tuple, list)):
-            return {f"output_{index}": np.asarray(value) for index, value in enumerate(outputs)}
-        return {"output": np.asarray(outputs)}
+        outputs = named_outputs(self.passes.predict(on_device(batch)))
+        return {name: np.asarray(value) for name, value in outputs.items()}
 
     def state(self) -> list[StateTensor]:
         """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
-        scaler = [ArrayTensor(SCALER, self.loss_scale.state)] if self.loss_scale else []
+        scaler = self.loss_scale.tensors() if self.loss_scale else []
         host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
         return [*self._variables(), *scaler, *host]
 
     def _variables(self) -> list[VariableTensor]:
         model = self.task.model
         paths = [path_in(model, variable) for variable in model.trainable_variables]
-        averages = [
-            VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.update.averages, strict=False)
-        ]
-        return [
-            *model_tensors(model),
-            *self.holdings.tensors(),
-            *averages,
-            VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK),
-        ]
+        averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.averages, strict=False)]
+        return [*self.named.tensors(), *averages]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
-        self.holdings.refuse_strangers(arrays)
+        self.named.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
-        if self.loss_scale and SCALER in arrays:
-            self.loss_scale.state[:] = arrays[SCALER]
+        if self.loss_scale:
+            self.loss_scale.load(arrays)
         restore_host_random_state(arrays)
         self.factor = None  # the rates of the run file hold, not the saved ones
 
@@ -270,6 +244,44 @@ class KerasFramework:
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
+
+
+def open_framework(
+    task: KerasTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice
+) -> KerasFramework:
+    """A framework whose model and optimizer are equal on all ranks; noise is each rank's own. Collective.
+
+    Args:
+        task: its model has weights.
+        world: the ranks.
+        config: of the run.
+        clock: is told where the time of a step goes.
+        choice: how the reducer is chosen.
+
+    Raises:
+        UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
+            models differ, or the reducer that the configuration names cannot be had.
+    """
+    refuse_what_cannot_work(task, config, world.data.size)
+    require_own_gpu(world.local_size)
+    variables = task.model.trainable_variables
+    reducers = KerasReducers(Pieces(variables))
+    reducer = choice.known(reducers)
+    task.optimizer.build(variables)
+    noise = tf.random.get_global_generator()
+    others = {"loss": task.loss, "forward": task.forward}
+    named = Named(task.model, Holdings(task.optimizer, others, task.model, [noise.state]), noise)
+    tensors = named.tensors()
+    require_different_names(tensors)
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+    require_same_model(world.data, described, "variables")
+    broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
+    averaged = variables if config.train.ema_decay is not None else []
+    averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
+    ready = ReadyTask(task, named, averages, reducers, reducer)
+    framework = KerasFramework(ready, world, config, clock, choice)
+    framework.reseed(0)
+    return framework
 
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:

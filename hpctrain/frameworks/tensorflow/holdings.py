@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.named_state import refuse_unplaced
 from hpctrain.frameworks.tensorflow.state import VariableTensor, optimizer_tensors
 from hpctrain.train.reach import Place, Reach
 from hpctrain.train.state import Placement
@@ -101,10 +102,7 @@ class Holdings:
 
     def refuse_strangers(self, arrays: Iterable[str]) -> None:
         """Raises UserError where something was saved for which there is no variable."""
-        left = {name for name in arrays if name.startswith(("held/", "rng/held/"))} - self.made_with
-        if left:
-            fix = "load it into the task that it was saved from"
-            raise UserError(f"{min(left)} was saved, and the task has no place for it", fix)
+        refuse_unplaced(arrays, self.made_with)
 
 
 def native(variable: Any) -> Any:

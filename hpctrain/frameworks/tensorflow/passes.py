@@ -61,12 +61,15 @@ class InMode(keras.Layer):
 class Passes:
     """What is computed from one batch of one task."""
 
-    def __init__(self, task: KerasTask, pieces: Pieces, sparse: str, compiled: bool) -> None:
+    def __init__(
+        self, task: KerasTask, pieces: Pieces, sparse: str, compiled: bool, averages: Sequence[tf.Variable] = ()
+    ) -> None:
         """
         Args:
             pieces: of the trainable variables' gradients.
             sparse: ``densify`` or ``refuse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
+            averages: what evaluation and prediction use in place of the trainable variables, where there are any.
         """
         self.task = task
         self.variables = task.model.trainable_variables
@@ -74,8 +77,7 @@ class Passes:
         self.sparse = sparse
         self.weighted: bool | None = None
         """Whether the task's loss gives a weight, once it is known."""
-        self.averages: Sequence[tf.Variable] = ()
-        """What evaluation and prediction use in place of the trainable variables, where there are any."""
+        self.averages = averages
         self.gradients = Traced(self._gradients, compiled)
         """gradients(batch, share, loss_scale) -> pieces: of the loss' sum over the batch times both.
 
@@ -182,23 +184,24 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
 
 
 class Update:
-    """The optimizer's step, then the EMA of the weights."""
+    """The optimizer's step, then the EMA of the weights: into ``averages``, in float32, where there are any."""
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], pieces: Pieces, compiled: bool
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        pieces: Pieces,
+        compiled: bool,
+        averages: Sequence[tf.Variable] = (),
+        ema_decay: float = 0.0,
     ) -> None:
         self.optimizer = optimizer
         self.variables = variables
         self.pieces = pieces
-        self.averages: list[tf.Variable] = []
-        self.ema_decay = 0.0
+        self.averages = averages
+        self.ema_decay = ema_decay
         self.run = tf.function(self._run, jit_compile=compiled or None)
         """run(pieces) -> True: with gradients of the global batch; slots are left out."""
-
-    def keep_average(self, decay: float) -> None:
-        """From now on keeps an EMA of the weights, in float32, that begins where they are now."""
-        self.ema_decay = decay
-        self.averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in self.variables]
 
     def _run(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         gradients = zip(self.pieces.unpack(pieces), self.variables, strict=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.train.state import Placement
 
 
@@ -35,7 +34,7 @@ class VariableTensor:
     @property
     def dtype(self) -> str:
         """Logical dtype."""
-        return self.variable.dtype.name
+        return str(self.variable.dtype.name)
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
         """See StateTensor."""
@@ -90,17 +89,16 @@ def optimizer_tensors(
 
 def path_in(model: keras.Model, variable: keras.Variable) -> str:
     """Path of a variable without the model's own name, which Keras puts before some paths and not before others."""
-    return variable.path.removeprefix(model.name + "/")
+    return str(variable.path).removeprefix(f"{model.name}/")
 
 
 def is_seed(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a keras.random.SeedGenerator."""
-    return variable.name == "seed_generator_state"
+    return bool(variable.name == "seed_generator_state")
 
 
-def require_same_model(group: Group, tensors: Sequence[VariableTensor]) -> None:
-    """Raises UserError, on every rank, where two variables have one name or ranks built different models."""
-    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+def require_different_names(tensors: Sequence[VariableTensor]) -> None:
+    """Raises UserError where two variables have one name."""
     names = Counter(tensor.name for tensor in tensors)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -108,39 +106,8 @@ def require_same_model(group: Group, tensors: Sequence[VariableTensor]) -> None:
             f"{names[twice[0]]} variables of the Keras model or optimizer are called {twice[0]}",
             "give layers of the same model different names",
         )
-    digests = group.allgather(hashlib.sha256(repr(described).encode()).hexdigest(), "compare the models")
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
-        raise UserError(
-            f"the model of rank {odd[0]} differs from that of rank 0 in the names, shapes or types of its variables",
-            "build the same model on every rank; only data may depend on the rank",
-        )
-
-
-def load_tensors(tensors: Sequence[VariableTensor], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none where a replicated one is missing or one has another shape."""
-    for tensor in tensors:
-        if tensor.name not in arrays:
-            if tensor.placement is Placement.RANK:
-                continue
-            raise UserError(
-                f"{tensor.name} is missing from what is to be loaded",
-                "load it into the model and optimizer that it was saved from",
-            )
-        if tuple(arrays[tensor.name].shape) != tensor.shape:
-            saved = list(arrays[tensor.name].shape)
-            raise UserError(
-                f"{tensor.name} has shape {list(tensor.shape)} here and {saved} in what is to be loaded",
-                "load it into the model that it was saved from",
-            )
-    for tensor in tensors:
-        if tensor.name in arrays:
-            tensor.assign(arrays[tensor.name])
 
 
 def digest(tensors: Sequence[VariableTensor]) -> str:
     """SHA-256 over the values in order, hexadecimal."""
-    everything = hashlib.sha256()
-    for tensor in tensors:
-        everything.update(np.ascontiguousarray(tensor.host_view()).tobytes())
-    return everything.hexdigest()
+    return digest_of(np.ascontiguousarray(tensor.host_view()) for tensor in tensors)

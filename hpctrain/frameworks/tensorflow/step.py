@@ -11,30 +11,23 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Traced, Update
+from hpctrain.frameworks.update import NotFinite, UpdateRule
 from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.tensorflow_reducer import Reducer
 from hpctrain.train.clock import Phase, StepClock
 
 
-class NotFinite(Exception):
-    """Ends an update before it reaches the weights."""
-
-
 class Judge:
     """What an update does on the host while TensorFlow runs it: it tells the clock, and decides by the sums."""
 
-    def __init__(self, clock: StepClock, clip_norm: float | None, loss_scale: LossScale | None) -> None:
+    def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
         self.clock = clock
-        self.clip_norm = clip_norm
-        self.loss_scale = loss_scale
-        self.scales = clip_norm is not None or loss_scale is not None
-        """Whether it may ask for another factor than 1 where the loss has no weight."""
+        self.rule = rule
         self.own = (0.0, 0.0)
         """Sum and weight of this rank's loss, divided by the samples of the global batch."""
-        self.norm = 0.0
-        """L2 norm of the averaged gradient before clipping."""
+        self.norm: float | None = None
+        """L2 norm of the averaged gradient before clipping; None where the update was left out."""
         self.stopped = False
         """Whether the update was ended by NotFinite."""
 
@@ -51,18 +44,14 @@ class Judge:
             NotFinite: loss or gradient is not finite, and it is not the loss scale that is at fault.
         """
         self.clock.mark(Phase.EXCHANGE)
-        known = read_slots(slots.tolist())
-        divisor = known.divisor * (self.loss_scale.factor if self.loss_scale else 1.0)
         square = float(slots[SQUARE])
-        self.norm = math.sqrt(square) / divisor if square >= 0 else math.nan
-        if math.isfinite(known.loss) and math.isfinite(self.norm):
-            if self.loss_scale:
-                self.loss_scale.succeeded()
-            return np.float64(clip_factor(self.norm, self.clip_norm) / divisor)
-        if self.loss_scale and self.loss_scale.overflowed():
-            return np.float64(math.nan)
-        self.stopped = True
-        raise NotFinite
+        try:
+            decision = self.rule.decide(read_slots(slots.tolist()), math.sqrt(square) if square >= 0 else math.nan)
+        except NotFinite:
+            self.stopped = True
+            raise
+        self.norm = decision.norm
+        return np.float64(math.nan if decision.factor is None else decision.factor)
 
 
 class Step:
@@ -87,7 +76,7 @@ class Step:
         with tf.control_dependencies(sums):
             factor = like(tf.zeros(()), tf.numpy_function(self.judge.decide, [slots], tf.float64))
         with tf.control_dependencies([factor]):
-            if self.judge.loss_scale is None:
+            if self.judge.rule.loss_scale is None:
                 done = self._update(sums, factor)
             else:
                 finite = tf.math.is_finite(factor)
@@ -97,7 +86,7 @@ class Step:
                 tf.raw_ops.Assert(condition=done, data=sums)  # holds them until the update is done
 
     def _update(self, sums: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
-        if self.judge.scales or self.passes.weighted is not False:
+        if self.judge.rule.needs_norm or self.passes.weighted is not False:
             sums = [total * tf.cast(factor, total.dtype) for total in sums]
         elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
             sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
@@ -113,8 +102,3 @@ def like(tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether it computes with gradients only, as Keras' own do: a variable that is assigned one shares its memory."""
     return type(optimizer).__module__.partition(".")[0] == "keras"
-
-
-def clip_factor(norm: float, limit: float | None) -> float:
-    """What a gradient of this norm is multiplied by, so that its norm is at most the limit."""
-    return limit / norm if limit is not None and norm > limit else 1.0

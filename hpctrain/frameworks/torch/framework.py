@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
 from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.holdings import Holdings
@@ -26,27 +27,27 @@ from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
     load_random,
-    load_tensors,
     model_tensors,
     other_names,
     random_tensors,
+    state_of,
 )
+from hpctrain.frameworks.update import Decision, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import (
+    Number,
     Reducer,
     TorchReducers,
     broadcast,
-    require_same_model,
-    state_of,
 )
 from hpctrain.tasks.definition import Task
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import HostBatch, NonFiniteLoss, Sums
+from hpctrain.train.framework import HostBatch, Sums
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
-from hpctrain.train.state import ArrayTensor, StateTensor
+from hpctrain.train.state import StateTensor
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,19 +58,16 @@ def seed(seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class TorchStepResult:
-    """What one update gave."""
+class ReadyTask:
+    """A task whose model is on this rank's device and equal on all ranks."""
 
-    loss: tuple[float, float]
-    """This rank's (sum, weight)."""
-    grad_norm: float | None
-    """Global L2 norm of the averaged gradient before clipping, where it was computed."""
-
-    def sums(self) -> Sums:
-        """See StepResult."""
-        return (
-            {"loss": self.loss} if self.grad_norm is None else {"loss": self.loss, "grad_norm": (self.grad_norm, 1.0)}
-        )
+    task: Task
+    device: torch.device
+    holdings: Holdings
+    optimizer_state: OptimizerState
+    reducers: TorchReducers
+    reducer: Reducer | None
+    """None where it has to be measured."""
 
 
 class TorchFramework:
@@ -80,33 +78,23 @@ class TorchFramework:
 
     name = "torch"
 
-    def __init__(self, task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
-        """Moves the model to this rank's device and makes it equal on all ranks. Collective.
-
-        Raises:
-            UserError: the ranks' models differ, or the reducer that the configuration names cannot be had.
+    def __init__(self, ready: ReadyTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
+        """
+        Args:
+            ready: see ``open_framework``, which makes one, and of it a framework.
+            world, config, clock, choice: see there.
         """
         train = config.train
-        self.task, self.world, self.config, self.clock = task, world, config, clock
-        self.device = pick_device(world.local_rank)
-        require_same_kind(self.device, world)
-        if train.threads is not None:  # a supervisor has told the environment; mpirun has not
-            torch.set_num_threads(train.threads)
-        self.model: torch.nn.Module = task.model
-        self.optimizer: torch.optim.Optimizer = task.optimizer
-        self.holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, self.model)
-        parts = self.holdings.parts()
-        optimizers = [part.optimizer for part in parts]
-        require_trainable(self.model, optimizers, train.channels_last, train.ema_decay is not None)
-        require_own_statistics(self.model, world.data.size)
-        self.memory_format = torch.channels_last if train.channels_last else torch.preserve_format
-        self.model.to(self.device, memory_format=self.memory_format)
-        require_same_model(world.data, self.model)
-        broadcast(world.data, list(state_of(self.model).values()), "receive the model")
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self.optimizer_state = OptimizerState(parts, self.names)
-        if self.device.type != "cpu":
-            self.optimizer_state.to_device()
+        self.task, self.world, self.config, self.clock, self.choice = ready.task, world, config, clock, choice
+        self.device = ready.device
+        self.model: torch.nn.Module = ready.task.model
+        self.optimizer: torch.optim.Optimizer = ready.task.optimizer
+        self.holdings = ready.holdings
+        self.optimizer_state = ready.optimizer_state
+        self.reducers = ready.reducers
+        self.reducer = ready.reducer
+        self.memory_format = memory_format_of(train)
+        self.names = ready.optimizer_state.names
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
         self.rate_factors: Factors = 1.0
@@ -114,13 +102,10 @@ class TorchFramework:
         self.call = torch.compile(self.model) if train.compile else self.model
         self.low_precision = LOW_PRECISION.get(train.precision)
         self.scale = LossScale() if train.precision == "fp16" else None
+        self.rule = UpdateRule(train.clip_norm, self.scale)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.average_weight = 1 - (train.ema_decay or 0)
-        self.choice = choice
-        self.reducers = TorchReducers(self.model, config.reduce)
-        self.reducer = choice.known(self.reducers)
-        self.reseed(0)
 
     @property
     def reducer_name(self) -> str | None:
@@ -138,31 +123,31 @@ class TorchFramework:
             self.rate_factors = factors
             self.optimizer_state.set_rates(factors)
 
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> TorchStepResult:
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See Framework."""
         self._for_training()
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
         loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
-        finite, norm = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
-        if finite:
+        decision = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
+        if decision.factor is not None:
             self.optimizer.step()
             self.updates += 1
             if self.average:
                 with torch.no_grad():
                     torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
         self.clock.mark(Phase.OPTIMIZER)
-        return TorchStepResult(loss, norm)
+        return UpdateResult(loss, decision.norm)
 
     def _gradients(
         self, reducer: Reducer, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
     ) -> tuple[tuple[float, float], ExchangeResult]:
         """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
         reducer.begin()
-        factor = (self.scale.factor if self.scale else 1.0) / global_samples
-        loss: Any = 0.0
-        weight: Any = 0.0
+        factor = self.rule.scale / global_samples
+        loss: Number = 0.0
+        weight: Number = 0.0
         weighted = False
         for number, host in enumerate(micro_batches, start=1):
             batch = self._to_device(host)
@@ -188,32 +173,16 @@ class TorchFramework:
         totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
         return (float(loss), float(weight)), totals
 
-    def _finish_gradients(
-        self, reducer: Reducer, totals: ExchangeResult, own_finite: bool
-    ) -> tuple[bool, float | None]:
-        """Divides by weights and loss scale, clips. Whether an update follows, and the norm where one was needed."""
-        if self.scale is None and not math.isfinite(totals.loss):
-            raise self._non_finite(own_finite)
-        clip = self.config.train.clip_norm
-        multiplier = 1 / (totals.divisor * (self.scale.factor if self.scale else 1.0))
-        norm = None
-        if clip is not None or self.scale is not None:
-            norm = global_norm(reducer.gradients()) * multiplier
-            if not math.isfinite(norm) or not math.isfinite(totals.loss):
-                if self.scale is None or not self.scale.overflowed():
-                    raise self._non_finite(own_finite)
-                return False, None
-            if self.scale is not None:
-                self.scale.succeeded()
-            if clip is not None and norm > clip:
-                multiplier *= clip / norm
-        if multiplier != 1:
-            torch._foreach_mul_(reducer.gradients(), multiplier)
-        return True, norm
-
-    def _non_finite(self, own_finite: bool) -> NonFiniteLoss:
-        everywhere = self.world.data.allgather(own_finite, "find the loss that is not finite")
-        return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite])
+    def _finish_gradients(self, reducer: Reducer, totals: ExchangeResult, own_finite: bool) -> Decision:
+        """Divides by weights and loss scale, and clips, unless the update is left out."""
+        norm = global_norm(reducer.gradients()) if self.rule.needs_norm else None
+        try:
+            decision = self.rule.decide(totals, norm)
+        except NotFinite:
+            raise ranks_at_fault(self.world.data, own_finite) from None
+        if decision.factor is not None and decision.factor != 1:
+            torch._foreach_mul_(reducer.gradients(), decision.factor)
+        return decision
 
     def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
         """Rehearses steps on the first batch; what they change in the model is put back."""
@@ -250,15 +219,11 @@ class TorchFramework:
         """See Framework."""
         with self._for_evaluation(), self._autocast():
             outputs = self.task.forward(self.call, self._to_device(batch))
-        if isinstance(outputs, Mapping):
-            return {str(name): _to_host(value) for name, value in outputs.items()}
-        if isinstance(outputs, (tuple, list)):
-            return {f"output_{index}": _to_host(value) for index, value in enumerate(outputs)}
-        return {"output": _to_host(outputs)}
+        return {name: _to_host(value) for name, value in named_outputs(outputs).items()}
 
     def state(self) -> list[StateTensor]:
         """See Framework."""
-        scaler = [ArrayTensor("scaler/scale", self.scale.state)] if self.scale else []
+        scaler = self.scale.tensors() if self.scale else []
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
@@ -276,8 +241,8 @@ class TorchFramework:
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
-        if self.scale and "scaler/scale" in arrays:
-            self.scale.state[:] = arrays["scaler/scale"]
+        if self.scale:
+            self.scale.load(arrays)
         load_random(self.device, arrays)
 
     def reseed(self, step: int) -> None:
@@ -365,6 +330,49 @@ class TorchFramework:
         if self.device.type == "cuda":
             host = host.pin_memory().to(self.device, non_blocking=True)
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
+
+
+def open_framework(task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> TorchFramework:
+    """A framework whose model is on this rank's device and equal on all ranks. Collective.
+
+    Args:
+        task: a TorchTask.
+        world: the ranks.
+        config: of the run.
+        clock: is told where the time of a step goes.
+        choice: how the reducer is chosen.
+
+    Raises:
+        UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
+            cannot be had.
+    """
+    train, model = config.train, task.model
+    device = pick_device(world.local_rank)
+    require_same_kind(device, world)
+    if train.threads is not None:  # a supervisor has told the environment; mpirun has not
+        torch.set_num_threads(train.threads)
+    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
+    parts = holdings.parts()
+    require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
+    require_own_statistics(model, world.data.size)
+    model.to(device, memory_format=memory_format_of(train))
+    tensors = state_of(model)
+    described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    require_same_model(world.data, described, "tensors")
+    broadcast(world.data, list(tensors.values()), "receive the model")
+    optimizer_state = OptimizerState(parts, {id(parameter): name for name, parameter in model.named_parameters()})
+    if device.type != "cpu":
+        optimizer_state.to_device()
+    reducers = TorchReducers(model, config.reduce)
+    ready = ReadyTask(task, device, holdings, optimizer_state, reducers, choice.known(reducers))
+    framework = TorchFramework(ready, world, config, clock, choice)
+    framework.reseed(0)
+    return framework
+
+
+def memory_format_of(train: TrainConfig) -> torch.memory_format:
+    """Of the model and of batches of images."""
+    return torch.channels_last if train.channels_last else torch.preserve_format
 
 
 class _NoClock:

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.named_state import load_tensors, refuse_unplaced
 from hpctrain.frameworks.torch.loose import MOST_BYTES, can_put, is_array, is_loose, loose_tensor, put_back, sign
 from hpctrain.frameworks.torch.optimizer import Part
 from hpctrain.frameworks.torch.spoken import (
@@ -27,7 +28,7 @@ from hpctrain.frameworks.torch.spoken import (
     tree_tensors,
     tree_value,
 )
-from hpctrain.frameworks.torch.state import TorchTensor, load_tensors, module_tensors
+from hpctrain.frameworks.torch.state import TorchTensor, module_tensors
 from hpctrain.train.reach import Place, Reach, own_attributes, plain_key
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import Placement, StateTensor
@@ -221,10 +222,7 @@ class Holdings:
         for name, module in self.extra_state:
             if tree := below(name, arrays, taken):
                 module.set_extra_state(tree_value(tree, type(module).__name__, device))
-        left = {name for name in arrays if name.startswith(("held/", "rng/held/"))} - taken
-        if left:
-            fix = "load it into the task that it was saved from"
-            raise UserError(f"{min(left)} was saved, and the task has no place for it", fix)
+        refuse_unplaced(arrays, taken)
 
     def reseed(self, seed: int) -> None:
         """Begins other streams of the random generators that are held."""

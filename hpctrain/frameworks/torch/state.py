@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
-from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
+from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.train.state import ArrayTensor, Placement
 
 NUMBER = ".number"
@@ -75,6 +74,11 @@ def module_tensors(module: Module) -> Iterator[tuple[str, Tensor, Placement]]:
     yield from ((name, tensor, placement) for name, tensor, placement in (*parameters, *buffers) if name in kept)
 
 
+def state_of(model: Module) -> dict[str, Tensor]:
+    """Tensors of a model's ``state_dict``, which may hold what is none: the extra state of modules."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
 def model_tensors(model: Module) -> list[TorchTensor]:
     """``model/<name>`` of a model's tensors."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -112,31 +116,6 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
         torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch_cuda"], np.uint8)), device)
 
 
-def load_tensors(tensors: Iterable[TorchTensor], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none where a replicated one is missing or one has another shape."""
-    wanted = list(tensors)
-    for tensor in wanted:
-        if tensor.name not in arrays:
-            if tensor.placement is Placement.RANK:
-                continue
-            raise UserError(
-                f"{tensor.name} is missing from what is to be loaded",
-                "load it into the model that it was saved from",
-            )
-        shape = arrays[tensor.name].shape
-        if shape != tensor.shape:
-            raise UserError(
-                f"{tensor.name} has shape {list(tensor.shape)} here and {list(shape)} in what is to be loaded",
-                "load it into the model that it was saved from",
-            )
-    for tensor in wanted:
-        if tensor.name in arrays:
-            tensor.assign(arrays[tensor.name])
-
-
 def digest(tensors: Sequence[Tensor]) -> str:
     """SHA-256 over the values in order, hexadecimal."""
-    everything = hashlib.sha256()
-    for tensor in tensors:
-        everything.update(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
-    return everything.hexdigest()
+    return digest_of(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)

@@ -1,0 +1,100 @@
+"""Named tensors of a model and its optimizer: compared over the ranks, and loaded by their names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.train.state import Placement
+
+HELD = ("held/", "rng/held/")
+"""Begin the names of what a task keeps outside of its model and of its optimizer's slots."""
+
+
+class Assignable(Protocol):
+    """A StateTensor that takes over a value."""
+
+    @property
+    def name(self) -> str:
+        """See StateTensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See StateTensor."""
+
+    @property
+    def placement(self) -> Placement:
+        """See StateTensor."""
+
+    def assign(self, value: NDArray[Any]) -> None:
+        """Takes over a host array as ``copy_into`` gives it."""
+
+
+def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Assigns all values by name, or none where a replicated one is missing or one has another shape."""
+    wanted = list(tensors)
+    for tensor in wanted:
+        if tensor.name not in arrays:
+            if tensor.placement is Placement.RANK:
+                continue
+            raise UserError(
+                f"{tensor.name} is missing from what is to be loaded",
+                "load it into the model and optimizer that it was saved from",
+            )
+        shape = arrays[tensor.name].shape
+        if shape != tensor.shape:
+            raise UserError(
+                f"{tensor.name} has shape {list(tensor.shape)} here and {list(shape)} in what is to be loaded",
+                "load it into the model that it was saved from",
+            )
+    for tensor in wanted:
+        if tensor.name in arrays:
+            tensor.assign(arrays[tensor.name])
+
+
+def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:
+    """Raises UserError where something of a task's own was saved for which there is no place."""
+    left = {name for name in arrays if name.startswith(HELD)} - taken
+    if left:
+        raise UserError(
+            f"{min(left)} was saved, and the task has no place for it", "load it into the task that it was saved from"
+        )
+
+
+def require_same_model(group: Group, described: Sequence[tuple[str, tuple[int, ...], str]], kind: str) -> None:
+    """Raises UserError, on every rank, where ranks built models of different names, shapes or types. Collective.
+
+    Args:
+        group: the ranks.
+        described: (name, shape, dtype) of each tensor.
+        kind: what the framework calls them: tensors, variables.
+    """
+    digests = group.allgather(hashlib.sha256(repr(list(described)).encode()).hexdigest(), "compare the models")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise UserError(
+            f"the model of rank {odd[0]} differs from that of rank 0 in the names, shapes or types of its {kind}",
+            "build the same model on every rank; only data may depend on the rank",
+        )
+
+
+def digest(values: Iterable[NDArray[Any]]) -> str:
+    """SHA-256 over C-contiguous values in order, hexadecimal."""
+    everything = hashlib.sha256()
+    for value in values:
+        everything.update(value.data)
+    return everything.hexdigest()
+
+
+def named_outputs(outputs: Any) -> dict[str, Any]:
+    """Outputs of a model by name: ``output``; ``output_0``, ``output_1``, ... of a list; or as the model names them."""
+    if isinstance(outputs, Mapping):
+        return {str(name): value for name, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return {f"output_{index}": value for index, value in enumerate(outputs)}
+    return {"output": outputs}
