@@ -18,10 +18,11 @@ from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect, pieces
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import REPLACED, Action, Stop, Verdict, decide
+from hpctrain.run.word_reader import WordReader
 from hpctrain.system import processes
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
@@ -92,6 +93,8 @@ class Attempt:
     kill_at: float = float("inf")
     suspicion: dict[str, float] = field(default_factory=dict)
     """Since when something is seen that may not last."""
+    words: WordReader | None = None
+    """From the first look on."""
     next_look: float = 0.0
     shown_bytes: int = 0
 
@@ -200,7 +203,9 @@ class Attempt:
         """Ends an attempt that the launcher does not end by itself although a rank has failed, died or left."""
         if self.failure is not None:
             return
-        words = collect(self.run_dir, self.number)
+        if self.words is None:
+            self.words = WordReader(pieces(self.run_dir, self.number))
+        words = self.words.look()
         if failed := [word for word in words if word.ending is Ending.FAILED]:
             self.suspect("failed", now, FAILURE_GRACE_S, f"rank {failed[0].rank} failed", words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
