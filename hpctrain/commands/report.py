@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """One HTML file, SVG files if asked for, or JSON."""
-    from hpctrain.report import page, plots
+    from hpctrain.report import page, pictures, plots
     from hpctrain.report.explain import explain as explain_run
     from hpctrain.report.summary import summarize
     from hpctrain.run.history import read
@@ -57,7 +57,8 @@ def report(args: argparse.Namespace) -> int:
         return 0
     path = Path(args.output) if args.output else run_dir.path / "report.html"
     sections = page.make_sections(data, plots.heat_maps(run_dir))
-    write_atomically(path, page.render(data, explain_run(data), sections).encode())
+    shown = pictures.read_pictures(run_dir.path / "pictures")
+    write_atomically(path, page.render(data, explain_run(data), sections, shown).encode())
     foreign_text.show(str(path))
     if args.svg:
         for picture in page.save_pictures(sections, Path(args.svg)):

@@ -39,6 +39,7 @@ from hpctrain.train.hooks import Hook, RateHook
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import global_batch, make_plan
 from hpctrain.train.plateau import Plateau
+from hpctrain.train.profile import Profile, Profiler
 from hpctrain.train.schedule import Schedule, make_schedule
 from hpctrain.train.state import TrainState
 from hpctrain.train.verify import VerifyWeights
@@ -152,11 +153,13 @@ def make_hooks(
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
-    stateful = [*early_stop, *rate_hooks(config, problem.task), *more]
+    stateful = [*early_stop, *rate_hooks(config, problem.task), *own_hooks(problem.task), *more]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.train.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
     hooks += stateful  # behind what restores their state
+    if config.track.profile.first_step is not None:
+        hooks.append(Profile(config.track.profile, profiler_of(problem.task), session.warn))
     hooks.append(MonitorHook(monitor))
     all_sinks = [*make_sinks(config, session, run_dir), *(sinks if world.rank == 0 else ())]
     hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks))
@@ -180,6 +183,27 @@ def rate_hooks(config: Config, task: Task) -> list[RateHook]:
     from hpctrain.frameworks.torch.scheduler import SchedulerHook
 
     return [SchedulerHook(task.schedule, task.optimizer)]
+
+
+def own_hooks(task: Task) -> list[Hook]:
+    """The task's. Raises UserError where one of them is no hook."""
+    for hook in task.hooks:
+        if isinstance(hook, type) or not isinstance(hook, Hook):
+            name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
+            what = f"hooks= of the task holds {'the class' if isinstance(hook, type) else 'a'} {name}"
+            raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")
+    return list(task.hooks)
+
+
+def profiler_of(task: Task) -> Profiler:
+    """The framework's own."""
+    if isinstance(task, TorchTask):
+        from hpctrain.frameworks.torch.profiler import TorchProfiler
+
+        return TorchProfiler()
+    from hpctrain.frameworks.tensorflow.profiler import KerasProfiler
+
+    return KerasProfiler()
 
 
 def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
@@ -246,4 +270,5 @@ def make_trainer(
         clock=clock,
         hooks=hooks,
         state=TrainState(),
+        folder=RunDir.for_config(config).path,
     )

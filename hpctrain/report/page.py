@@ -18,6 +18,7 @@ from hpctrain.report import svg
 from hpctrain.report.axes import time_unit
 from hpctrain.report.chart import DARK, LIGHT, Chart, picture, style
 from hpctrain.report.explain import Explanation
+from hpctrain.report.pictures import Picture
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
 from hpctrain.report.summary import Attempt, make_attempts, summarize
 from hpctrain.run.history import RunData
@@ -50,7 +51,9 @@ def make_sections(data: RunData, heat: Mapping[str, NDArray[np.float64]]) -> lis
     return [*sections, _attempts(attempts)] if attempts else sections
 
 
-def render(data: RunData, explanation: Explanation, sections: Sequence[Section]) -> str:
+def render(
+    data: RunData, explanation: Explanation, sections: Sequence[Section], pictures: Sequence[Picture] = ()
+) -> str:
     """The page of one run, with what ended or slows it."""
     return (
         _environment()
@@ -59,6 +62,7 @@ def render(data: RunData, explanation: Explanation, sections: Sequence[Section])
             summary=summarize(data),
             explanation=explanation,
             sections=sections,
+            pictures=pictures,
             checkpoints=[_row(event, CHECKPOINT) for event in data.rare.get("checkpoint_saved", [])],
             failures=[_row(event, ("step", "path", "error")) for event in data.rare.get("checkpoint_failed", [])],
             stragglers=[_row(event, STRAGGLER) for event in data.rare.get("straggler", [])],

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpctrain.train.hooks import Hook
+
 Score = Any
 """A scalar tensor, the mean over the batch's samples; or two, (sum, weight), where samples weigh differently."""
 
@@ -52,6 +54,8 @@ class Task:
     schedule: Callable[[int], float | Sequence[float]] | TorchScheduler | None = None
     """Learning rate, where the run file has no schedule: schedule(step) is the factor on the optimizer's own rate for
     the update after ``step`` done ones, or a sequence of one for each of its parameter groups; or a TorchScheduler."""
+    hooks: Sequence[Hook] = ()
+    """Attached to the training loop behind hpctrain's own; their state is part of checkpoints."""
 
 
 class TorchTask(Task):
