@@ -81,6 +81,9 @@ def train(
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock)
         stack.enter_context(closing(framework))
+        with session.phase("try the task on one batch"):
+            if batch := wiring.first_batch(problem, config, session.world):
+                framework.dry_call(batch)
         keep_reducer(framework, session, run_dir)
         attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh)
         for hook in attached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ScheduleConfig
-from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data import Dataset, Order, Samples, TrainingData, ValidationData, open_dataset, part_of
 from hpctrain.data.samples import read_and_transform
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
@@ -24,6 +25,7 @@ from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
+from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.track.console import make_console
@@ -72,6 +74,7 @@ def make_problem(config: Config, world: World) -> Problem:
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     data = config.data
     train = open_dataset(task.train, allow_outside=data.allow_outside)
+    task = with_its_loss(task, tuple(train.fields))
     make_weights(task, lambda: train, config.seed)
     order = Order(
         length=len(train),
@@ -85,6 +88,25 @@ def make_problem(config: Config, world: World) -> Problem:
     if task.validation is not None:
         validation = open_dataset(task.validation, allow_outside=data.allow_outside)
     return Problem(task, train, validation, order)
+
+
+def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
+    """The task with a function in the place of a loss that is a name, or one of its framework's own."""
+    if isinstance(task, TorchTask):
+        from hpctrain.frameworks.torch.losses import as_loss
+    else:
+        from hpctrain.frameworks.tensorflow.losses import as_loss
+    task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
+    return task
+
+
+def first_batch(problem: Problem, config: Config, world: World, most: int | None = None) -> Samples:
+    """This rank's first micro-batch, ``most`` samples of it at most; empty if it has no part in the first batch."""
+    ids = problem.order.batch_indices(0, 0)
+    mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
+    mine = mine[part_of(len(mine), 0, min(config.train.accumulate, max(len(mine), 1)))][:most]
+    return read_and_transform(problem.train, problem.task.transform, config.seed, 0, mine)
 
 
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:

@@ -35,8 +35,9 @@ class Task:
 
     model: Any
     """torch.nn.Module, or keras.Model on the TensorFlow backend."""
-    loss: Callable[[Any, Any], Score]
-    """loss(outputs, batch): mean over the samples, or (sum, weight)."""
+    loss: Any
+    """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
+    own losses, where samples hold two arrays: the second one is the target."""
     optimizer: Any
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
     train: Any
