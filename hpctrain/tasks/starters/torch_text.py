@@ -33,6 +33,7 @@ def accuracy(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tens
 def task(width: int = 16, lr: float = 3e-3) -> TorchTask:
     """What is trained; ``task_args`` in the run file sets the arguments."""
     model = nn.Sequential(nn.EmbeddingBag(WORDS, width, mode="max"), nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 2))
+    nn.init.normal_(model[0].weight, std=0.05)
     return TorchTask(
         model=model,
         loss="cross_entropy",  # or a function(output, batch) of your own

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from hpctrain.comm.world import alone
+from hpctrain.commands.doctor import trial
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.doctor.finding import Status
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.trial import try_task
@@ -153,3 +155,10 @@ def test_the_first_batch_is_this_ranks_micro_batch() -> None:
     assert len(batch["x"]) == 4
     assert np.array_equal(batch["y"], problem.task.train["y"][problem.order.batch_indices(0, 0)[:4]])
     assert len(wiring.first_batch(problem, config, alone(), 3)["x"]) == 3
+
+
+def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
+    wrong, right = (trial(config_of(wrong_torch_tasks, which)) for which in ("metric", "own"))
+    assert (wrong.topic, wrong.status) == ("trial", Status.PROBLEM)
+    assert "KeyError: 'label' (wrong_torch_tasks.py:" in wrong.value
+    assert right.status is Status.OK
