@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from hpctrain.tasks.definition import KerasTask, TorchScheduler, TorchTask
     from hpctrain.track.sink import Sink
     from hpctrain.train.framework import StepResult
-    from hpctrain.train.hooks import BaseHook, Hook, StopReason
+    from hpctrain.train.hooks import BaseHook, Hook, RateHook, StopReason
     from hpctrain.train.loop import RunSummary, Trainer
     from hpctrain.train.state import TrainState
     from hpctrain.train.training import Training
@@ -80,6 +80,7 @@ _HOMES = {
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
     "MonitorSession": "hpctrain.monitor.rank.session:Session",
     "NoRequeue": "hpctrain.errors:NoRequeue",
+    "RateHook": "hpctrain.train.hooks:RateHook",
     "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
     "Retention": "hpctrain.checkpoint:Retention",
     "RunFailed": "hpctrain.errors:RunFailed",
@@ -137,6 +138,7 @@ __all__ = [
     "MonitorConfig",
     "MonitorSession",
     "NoRequeue",
+    "RateHook",
     "ReduceConfig",
     "Retention",
     "RunFailed",

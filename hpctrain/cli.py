@@ -49,6 +49,8 @@ COMMANDS = {
     "data": Command("hpctrain.commands.data", "make and inspect HDF5 data sets"),
     "bench": Command("hpctrain.commands.bench", "measure steps, checkpoints, data and scaling on this machine"),
     "doctor": Command("hpctrain.commands.doctor", "what is installed, what is wrong, how to fix it"),
+    "init": Command("hpctrain.commands.init", "write a task and a run file to begin with"),
+    "completion": Command("hpctrain.commands.completion", "print a script that completes words in bash, zsh or fish"),
     "install-horovod": Command("hpctrain.commands.install_horovod", "build Horovod for what is installed here"),
 }
 
@@ -82,16 +84,21 @@ def dispatch(words: Sequence[str]) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UserError(f"no command {name!r}", f"did you mean {close[0]}?" if close else "hpctrain --help lists them")
-    command = COMMANDS[name]
-    module = importlib.import_module(command.module)
-    parser = Parser(prog=f"hpctrain {name}", description=command.help, allow_abbrev=False)
-    parser.set_defaults(command=name)
-    module.add_arguments(parser)
+    parser = parser_of(name)
     args, rest = parser.parse_known_args(words[1:])
     if rest and not hasattr(args, "overrides"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = rest
-    return int(module.run(args))
+    return int(importlib.import_module(COMMANDS[name].module).run(args))
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of a command's words."""
+    command = COMMANDS[name]
+    parser = Parser(prog=f"hpctrain {name}", description=command.help, allow_abbrev=False)
+    parser.set_defaults(command=name)
+    importlib.import_module(command.module).add_arguments(parser)
+    return parser
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
+    from hpctrain.config.sections import Config
     from hpctrain.doctor.finding import Finding
 
 
@@ -24,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Looks at this machine; 64 if there is a problem."""
     from hpctrain.doctor import machine, slurm, software
+    from hpctrain.doctor.finding import Status
 
     folder = Path("runs").absolute()
     more: list[Finding] = []
@@ -32,9 +36,24 @@ def run(args: argparse.Namespace) -> int:
         from hpctrain.run.folder import RunDir
 
         config, more = task.findings(args.run_file)
+        if config and config.task and more[-1].status is not Status.PROBLEM:
+            more = [*more, trial(config)]
         folder = RunDir.for_config(config).path if config else folder
     found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
     return show(found, args.json)
+
+
+def trial(config: Config) -> Finding:
+    """Whether the task works on one batch."""
+    from hpctrain.doctor.finding import Finding, problem
+    from hpctrain.rank.trial import try_task
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the task prints is no part of the report
+            try_task(config)
+    except HpctrainError as error:
+        return problem("trial", error.what, error.fix)
+    return Finding("trial", "model, loss and metrics work on a first batch")
 
 
 def on_ranks(ranks: int, as_json: bool) -> int:

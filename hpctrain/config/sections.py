@@ -317,6 +317,26 @@ class MonitorConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Record what the framework does in some steps: torch.profiler or tf.profiler."""
+
+    first_step: int | None = None
+    """First step that is profiled; none: no profile. Traces go to <run folder>/profile."""
+    last_step: int | None = None
+    """Last step that is profiled; by default the fifth one."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks that are profiled."""
+
+    def __post_init__(self) -> None:
+        at_least("track.profile.first_step", self.first_step, 1)
+        if self.last_step is not None and self.last_step < (self.first_step or self.last_step + 1):
+            what = f"track.profile.last_step is {self.last_step} and first_step {self.first_step}"
+            raise WrongValue("track.profile.last_step", what, "give first_step, and a last_step that is not before it")
+        for rank in self.ranks:
+            at_least("track.profile.ranks", rank, 0)
+
+
+@dataclass(frozen=True)
 class TrackConfig:
     """Where progress is reported."""
 
@@ -330,6 +350,8 @@ class TrackConfig:
     """MLflow experiment that the run belongs to."""
     prometheus: str | None = None
     """Text file for a node exporter's textfile collector."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Record what the framework does in some steps."""
 
     def __post_init__(self) -> None:
         at_least("track.every_steps", self.every_steps, 1)

@@ -81,6 +81,9 @@ def train(
         choice = reducer_choice(config.reduce, session.world, run_dir, session.warn)
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, choice)
         stack.enter_context(closing(framework))
+        with session.phase("try the task on one batch"):
+            if batch := wiring.first_batch(problem, config, session.world):
+                framework.dry_call(batch)
         attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh)
         for hook in attached:
             stack.enter_context(closing(hook))

@@ -28,6 +28,7 @@ from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
 from hpctrain.system import foreign_text, processes
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
+from hpctrain.tasks.blame import own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
@@ -141,7 +142,7 @@ class Session:
         self.word = first_word(self.world.rank, processes.oom_kills())
         with self.phase("write into the run folder"):
             self.word_file().begin(self.word)
-        if (self.supervised or self.world.size > 1) and not self.verbose:
+        if (self.supervised or self.world.size > 1 or not self.raises) and not self.verbose:
             self.user_stderr = redirect(self.log(), keep_stdout=self.world.rank == 0)
 
     def log(self) -> Path:
@@ -312,23 +313,16 @@ def message(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted before the current step had ended", "the same command resumes from the last checkpoint"
     if isinstance(error, SystemExit):
-        return f"the program called sys.exit({error.code!r}) in mid-run{_place(error)}", "remove that call"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}{_place(error)}", "the traceback in the rank's log shows where it comes from"
+        return f"the program called sys.exit({error.code!r}) in mid-run{own_line(error)}", "remove that call"
+    return (
+        f"{type(error).__name__}: {words(error)}{own_line(error)}",
+        "the traceback in the rank's log shows where it comes from",
+    )
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code that an error ends a rank with."""
     return int(error.exit_code) if isinstance(error, HpctrainError) else int(ExitCode.FAILURE)
-
-
-def _place(error: BaseException) -> str:
-    """' (task.py:12)': the innermost line of the user's own code, else the innermost at all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parents[1])
-    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", package))]
-    found = (own or frames)[-1:]
-    return f" ({Path(found[0].filename).name}:{found[0].lineno})" if found else ""
 
 
 def _own_channel(world: World) -> Group:

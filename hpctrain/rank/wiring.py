@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ScheduleConfig
-from hpctrain.data import Dataset, Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data import Dataset, Order, Samples, TrainingData, ValidationData, open_dataset, part_of
 from hpctrain.data.order import first_draw
 from hpctrain.data.samples import Collate, Recipe, make_batch
 from hpctrain.errors import UserError
@@ -26,6 +27,7 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
+from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.track.console import make_console
@@ -41,6 +43,7 @@ from hpctrain.train.hooks import Hook, RateHook
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import global_batch, make_plan
 from hpctrain.train.plateau import Plateau
+from hpctrain.train.profile import Profile, Profiler
 from hpctrain.train.schedule import Schedule, make_schedule
 from hpctrain.train.state import TrainState
 from hpctrain.train.verify import VerifyWeights
@@ -79,6 +82,7 @@ def make_problem(config: Config, world: World) -> Problem:
     data = config.data
     open_data = partial(open_dataset, allow_outside=data.allow_outside, ragged=task.collate is not None)
     train = open_data(task.train)
+    task = with_its_loss(task, tuple(train.fields))
     make_weights(task, lambda: train, config.seed)
     order = Order(
         length=len(train),
@@ -93,6 +97,26 @@ def make_problem(config: Config, world: World) -> Problem:
     if task.validation is not None:
         validation = open_data(task.validation)
     return Problem(task, train, validation, order)
+
+
+def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
+    """The task with a function in the place of a loss that is a name, or one of its framework's own."""
+    if isinstance(task, TorchTask):
+        from hpctrain.frameworks.torch.losses import as_loss
+    else:
+        from hpctrain.frameworks.tensorflow.losses import as_loss
+    task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
+    return task
+
+
+def first_batch(problem: Problem, config: Config, world: World, most: int | None = None) -> Samples:
+    """This rank's first micro-batch, ``most`` samples of it at most; empty if it has no part in the first batch."""
+    ids = problem.order.batch_indices(0, 0)
+    mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
+    mine = mine[part_of(len(mine), 0, min(config.train.accumulate, max(len(mine), 1)))][:most]
+    recipe = Recipe(problem.task.transform, problem.task.collate, config.seed)
+    return make_batch(problem.train, recipe, first_draw(mine))
 
 
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
@@ -168,11 +192,13 @@ def make_hooks(
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
-    stateful = [*early_stop, *rate_hooks(config, problem.task), *more]
+    stateful = [*early_stop, *rate_hooks(config, problem.task), *own_hooks(problem.task), *more]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
     hooks += stateful  # behind what restores their state
+    if config.track.profile.first_step is not None:
+        hooks.append(Profile(config.track.profile, profiler_of(problem.task), session.warn))
     hooks.append(MonitorHook(monitor))
     all_sinks = [*make_sinks(config, session, run_dir), *(sinks if world.rank == 0 else ())]
     hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks))
@@ -196,6 +222,27 @@ def rate_hooks(config: Config, task: Task) -> list[RateHook]:
     from hpctrain.frameworks.torch.scheduler import SchedulerHook
 
     return [SchedulerHook(task.schedule, task.optimizer)]
+
+
+def own_hooks(task: Task) -> list[Hook]:
+    """The task's. Raises UserError where one of them is no hook."""
+    for hook in task.hooks:
+        if isinstance(hook, type) or not isinstance(hook, Hook):
+            name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
+            what = f"hooks= of the task holds {'the class' if isinstance(hook, type) else 'a'} {name}"
+            raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")
+    return list(task.hooks)
+
+
+def profiler_of(task: Task) -> Profiler:
+    """The framework's own."""
+    if isinstance(task, TorchTask):
+        from hpctrain.frameworks.torch.profiler import TorchProfiler
+
+        return TorchProfiler()
+    from hpctrain.frameworks.tensorflow.profiler import KerasProfiler
+
+    return KerasProfiler()
 
 
 def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
@@ -263,4 +310,5 @@ def make_trainer(
         clock=clock,
         hooks=hooks,
         state=TrainState(),
+        folder=RunDir.for_config(config).path,
     )

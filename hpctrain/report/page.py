@@ -22,6 +22,7 @@ from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
 from hpctrain.report.summary import Span, make_spans, summarize
 from hpctrain.run import RunHistory
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Straggler
+from hpctrain.run.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ def make_sections(data: RunHistory, heat: Mapping[str, NDArray[np.float64]]) -> 
     return [*sections, _attempts(attempts)] if attempts else sections
 
 
-def render(data: RunHistory, explanation: Explanation, sections: Sequence[Section]) -> str:
+def render(
+    data: RunHistory, explanation: Explanation, sections: Sequence[Section], pictures: Sequence[Picture] = ()
+) -> str:
     """The page of one run, with what ended or slows it."""
     return (
         _environment()
@@ -60,6 +63,7 @@ def render(data: RunHistory, explanation: Explanation, sections: Sequence[Sectio
             summary=summarize(data),
             explanation=explanation,
             sections=sections,
+            pictures=pictures,
             checkpoints=[_row(event, CHECKPOINT) for event in data.all(CheckpointSaved)],
             failures=[_row(event, ("step", "path", "error")) for event in data.all(CheckpointFailed)],
             stragglers=[_row(event, STRAGGLER) for event in data.all(Straggler)],

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hpctrain.run.history import RunHistory
+    from hpctrain.run.pictures import Picture
 
 
 class RunView:
@@ -126,6 +127,12 @@ class RunView:
     def records(self) -> list[Path]:
         """The files that say what the run is: its run file and its attempts."""
         return [path for path in (self._run.run_yaml, self._run.run_json) if path.is_file()]
+
+    def pictures(self) -> list[Picture]:
+        """Pictures that the task's hooks have left, by name."""
+        from hpctrain.run.pictures import read_pictures
+
+        return read_pictures(self.path / "pictures")
 
     def heat_map(self) -> NDArray[Any] | None:
         """float64[ranks, windows]: the monitor's map of busy time beyond the peers' (0.2 for 20%); None without one."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpctrain.train.hooks import Hook
+
 Score = Any
 """A scalar tensor, the mean over the batch's samples; or two, (sum, weight), where samples weigh differently."""
 
@@ -33,8 +35,9 @@ class Task:
 
     model: Any
     """torch.nn.Module, or keras.Model on the TensorFlow backend."""
-    loss: Callable[[Any, Any], Score]
-    """loss(outputs, batch): mean over the samples, or (sum, weight)."""
+    loss: Any
+    """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
+    own losses, where samples hold two arrays: the second one is the target."""
     optimizer: Any
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
     train: Any
@@ -59,6 +62,8 @@ class Task:
     sampler: Callable[[Any], Any] | None = None
     """sampler(epoch) names the training samples of an epoch in order, in place of data.shuffle: int64[n], with the same
     n in all epochs. ``epoch`` is a ``hpctrain.Epoch``; see WeightedSampler, LengthGroupedSampler, CurriculumSampler."""
+    hooks: Sequence[Hook] = ()
+    """Attached to the training loop behind hpctrain's own; their state is part of checkpoints."""
 
 
 class TorchTask(Task):

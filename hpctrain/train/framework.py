@@ -62,6 +62,12 @@ class Framework(Protocol):
         Raises NonFiniteLoss, on every rank alike, where no loss scaling is there to skip the step.
         """
 
+    def dry_call(self, batch: HostBatch) -> None:
+        """Tries forward pass, loss and metrics on a batch, and leaves all state as it was. No other rank is needed.
+
+        Raises UserError naming the field of the task at fault, and the user's line.
+        """
+
     def place(self, samples: Samples) -> Samples:
         """A batch in memory from which it reaches the device fastest; the loader's thread calls this ahead of use."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hpctrain.train.framework import StepResult
 from hpctrain.train.schedule import Schedule
@@ -22,6 +22,7 @@ class StopReason(StrEnum):
     """A signal, the STOP file or the time limit asked for it; a checkpoint was saved."""
 
 
+@runtime_checkable
 class Hook(Protocol):
     """Attaches to the training loop. Derive from ``BaseHook`` and override what you need.
 
@@ -154,7 +155,15 @@ class RateHook(BaseHook):
     """A hook that has a say in the learning rate."""
 
     def adjusted(self, schedule: Schedule) -> Schedule:
-        """What the loop asks for the rate, in place of the run's schedule."""
+        """What the loop asks for the rate, in place of the run's schedule.
+
+        Args:
+            schedule: the run's, as hooks before this one have adjusted it. schedule(step) is the factor on the
+                optimizer's own rate for the update after ``step`` done ones.
+
+        Returns:
+            The same kind of function; it may return a sequence of factors, one for each parameter group (PyTorch).
+        """
         return schedule
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from hpctrain.comm.world import World
 from hpctrain.train.clock import StepClock
@@ -28,3 +29,5 @@ class Training:
     """Where the time of a step goes: a hook may mark its own."""
     state: TrainState
     """How far it has come; read it, do not change it."""
+    folder: Path = field(default=Path(), kw_only=True)
+    """The run folder, for what hooks leave there."""

@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "data": "errors system",
     "reduce": "errors config comm",
     "train": "errors config comm data",
-    "tasks": "errors comm",
+    "tasks": "errors comm train",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",
     "monitor": "errors system config comm run train",
@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
     "commands": "errors system config comm run data train tasks frameworks checkpoint track rank registry launch "
-    "report watch doctor horovod_wheel",
+    "report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
     "__init__": "errors config comm run data reduce train tasks checkpoint monitor track rank",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
+from hpctrain.frameworks.tensorflow.dry_call import try_batch
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
@@ -163,18 +165,32 @@ class KerasFramework:
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
-        changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
-        before = [np.array(tensor.host_view()) for tensor in changed]
         sums: dict[int, Callable[..., Any]] = {}
 
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
 
-        reducer = self.choice.measured(self.reducers, rehearse)
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.assign(value)
-        return reducer
+        with self._unchanged():
+            return self.choice.measured(self.reducers, rehearse)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What forward passes in the body change is put back."""
+        changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
+        before = [np.array(tensor.host_view()) for tensor in changed]
+        random = {name: np.array(array) for name, array in host_random_state().items()}
+        try:
+            yield
+        finally:
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.assign(value)
+            restore_host_random_state(random)
+
+    def dry_call(self, batch: HostBatch) -> None:
+        """See Framework."""
+        with self._unchanged():
+            try_batch(self.task, self.passes, on_device({name: np.array(array) for name, array in batch.items()}))
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros where its part of the batch is empty."""

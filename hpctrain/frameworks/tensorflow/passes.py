@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ import tensorflow as tf
 from hpctrain.errors import UserError
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.tensorflow_pieces import Pieces
+from hpctrain.tasks.blame import words
 from hpctrain.tasks.definition import KerasTask
 
 Tensors = Mapping[str, tf.Tensor]
@@ -39,7 +41,18 @@ class Traced:
         except Exception as error:  # AutoGraph puts errors of its own around those of the code that it traces
             if isinstance(error.__context__, UserError):
                 raise error.__context__ from None
+            if "ag_error_metadata" in vars(error):
+                what = f"the task cannot be traced: {type(error).__name__}: {words(error)}{traced_line(error)}"
+                raise UserError(
+                    what, "use TensorFlow or Keras operations there: this code runs once, as a graph"
+                ) from error
             raise
+
+
+def traced_line(error: Any) -> str:
+    """' (task.py:12)': the innermost line of the user's that AutoGraph has converted."""
+    frames = [frame for frame in error.ag_error_metadata.translated_stack if frame.is_converted]
+    return f" ({PurePath(frames[0].filename).name}:{frames[0].lineno}: `{frames[0].code}`)" if frames else ""
 
 
 class InMode(keras.Layer):
@@ -90,33 +103,39 @@ class Passes:
 
     def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
-            loss = self._loss(self._outputs(batch, training=True), batch)
+            loss = self._loss(self.outputs(batch, training=True), batch)
             share, loss_scale = tf.cast(share, loss.total.dtype), tf.cast(loss_scale, loss.total.dtype)
             target = loss.total * share * loss_scale
         self.weighted = loss.weighted
         refuse_late_weights(self.variables, self.task.model)
         gradients = tape.gradient(target, [variable.value for variable in self.variables])
+        if all(gradient is None for gradient in gradients):
+            raise UserError(
+                "loss does not depend on the weights of the Keras model: nothing would be trained",
+                "compute it of the outputs with Keras or TensorFlow operations that have gradients, unlike argmax",
+            )
         dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
         return self.pieces.pack_with(dense, slots)
 
     def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
         with self._average_weights():
-            outputs = self._outputs(batch, training=False)
+            outputs = self.outputs(batch, training=False)
             scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.metrics.items()}
             scores["loss"] = self._loss(outputs, batch)
         return {name: (score.total, score.weight) for name, score in scores.items()}
 
     def _predict(self, batch: Tensors) -> Any:
         with self._average_weights():
-            return self._outputs(batch, training=False)
+            return self.outputs(batch, training=False)
 
     def _average_weights(self) -> contextlib.AbstractContextManager[Any]:
         pairs = zip(self.task.model.trainable_variables, self.averages, strict=False)
         values = [(variable, tf.cast(average, variable.dtype)) for variable, average in pairs]
         return keras.StatelessScope(values, collect_losses=True) if values else contextlib.nullcontext()
 
-    def _outputs(self, batch: Tensors, training: bool) -> Any:
+    def outputs(self, batch: Tensors, training: bool) -> Any:
+        """Of the model, in full precision."""
         self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
         outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
         return tf.nest.map_structure(full_precision, outputs)
@@ -161,7 +180,7 @@ class BatchScore:
     """Whether the task gave the weight."""
 
 
-def score_of(score: Any, batch: Tensors) -> BatchScore:
+def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> BatchScore:
     """Reads what a task's loss or metric returned; raises UserError where it is neither a scalar nor (sum, weight)."""
     weighted = isinstance(score, (tuple, list)) and len(score) == 2
     scalars = [tf.convert_to_tensor(part) for part in (score if weighted else [score])]
@@ -169,7 +188,7 @@ def score_of(score: Any, batch: Tensors) -> BatchScore:
     scalars = [tf.cast(scalar, dtype) for scalar in scalars]
     if any(scalar.shape.rank != 0 for scalar in scalars):
         raise UserError(
-            f"the loss or a metric has shape {[tuple(scalar.shape) for scalar in scalars]}",
+            f"{name} has shape {[tuple(scalar.shape) for scalar in scalars]}",
             "return its mean over the samples, a scalar, or (sum, weight), two scalars",
         )
     if weighted:

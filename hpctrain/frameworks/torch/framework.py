@@ -21,6 +21,7 @@ from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
+from hpctrain.frameworks.torch.dry_call import try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.state import (
@@ -186,23 +187,41 @@ class TorchFramework:
 
     def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
         """Rehearses steps on the first batch; what they change in the model is put back."""
+
+        def rehearse(reducer: Reducer) -> None:
+            copies = [copied(batch) for batch in micro_batches]
+            self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
+
+        with self._unchanged():
+            return self.choice.measured(self.reducers, rehearse)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What forward passes in the body change in the model, the loss and the random states is put back."""
         buffers_of = [(dict(module._buffers), module) for module in self.model.modules()]
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
         held = self.holdings.snapshot()
+        try:
+            yield
+        finally:
+            for buffers, module in buffers_of:
+                module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
+            self.holdings.load(held)
+            load_random(self.device, random)
 
-        def rehearse(reducer: Reducer) -> None:
-            copies = [{name: np.array(array) for name, array in batch.items()} for batch in micro_batches]
-            self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
-
-        reducer = self.choice.measured(self.reducers, rehearse)
-        for buffers, module in buffers_of:
-            module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
-        for buffer, value in before:
-            buffer.copy_(value)
-        self.holdings.load(held)
-        load_random(self.device, random)
-        return reducer
+    def dry_call(self, batch: HostBatch) -> None:
+        """See Framework."""
+        with self._unchanged(), self._autocast():
+            self._for_training()
+            trains = any(parameter.requires_grad for parameter in self.model.parameters())
+            try_loss(self.task, self.model, self._to_device(copied(batch)), trains)
+            if self.task.validation is not None:
+                with self._for_evaluation():
+                    try_metrics(self.task, self.model, self._to_device(copied(batch)))
 
     def evaluate(self, batch: HostBatch) -> Sums:
         """See Framework."""
@@ -386,6 +405,11 @@ class _NoClock:
 def writable(array: NDArray[Any]) -> Tensor:
     """A host array as a tensor: over the same memory where a task may change it in place, else over a copy."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
+
+
+def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:
+    """A batch that a task may change in place."""
+    return {name: np.array(array) for name, array in batch.items()}
 
 
 def samples_of(batch: HostBatch) -> int:

@@ -24,7 +24,7 @@ from hpctrain.rank.fit import fit
 from hpctrain.system.output import quiet_environment
 from hpctrain.tasks.definition import TorchScheduler
 from hpctrain.train.hooks import BaseHook, StopReason
-from tests.support import scheduled_tasks
+from tests.support import scheduled_keras_tasks, scheduled_tasks
 
 STEPS = 20
 """Batches of 8 out of 40 samples: 5 an epoch."""
@@ -137,8 +137,8 @@ class KerasRates(BaseHook):
 
 @pytest.mark.parametrize("schedule", ["keras", "function"])
 def test_schedules_of_keras_are_resumed(schedule: str, tmp_path: Path) -> None:
-    task = scheduled_tasks.__file__.replace("scheduled_tasks", "scheduled_keras_tasks")
-    config = dataclasses.replace(CONFIG, task=f"{task}:task", task_args={"schedule": schedule})
+    task = f"{scheduled_keras_tasks.__file__}:task"
+    config = dataclasses.replace(CONFIG, task=task, task_args={"schedule": schedule})
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6))
     found = {}
     for name, last in (("whole", None), ("parts", 4), ("parts", None)):

@@ -1,0 +1,65 @@
+"""``hpctrain init``: a task and a run file to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
+
+FRAMEWORKS = {"torch": "torch", "keras": "tensorflow"}
+"""What begins the names of the files in tasks/starters."""
+KINDS = ("image", "text", "table")
+RUN_FILE = """\
+name: {name}
+task: {name}.py:task
+task_args: {{lr: 0.003}}  # arguments of the task function
+
+train:
+  epochs: 5
+  global_batch: 64  # samples of one update, shared between the ranks
+schedule:
+  kind: cosine
+  warmup_epochs: 1
+checkpoint:
+  every_epochs: 1
+  best_metric: {metric}
+  best_mode: {mode}
+# all other keys: hpctrain train --help
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See ``cli``."""
+    parser.add_argument("name", help="of the run: NAME.py and NAME.yaml are written")
+    parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="torch", help="by default torch")
+    parser.add_argument("--kind", choices=KINDS, default="table", help="what a sample is; by default a row of a table")
+    parser.add_argument("--folder", default=".", help="where; by default here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes both files, unless one of them is there."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,80}", args.name):
+        raise UserError(f"{args.name!r} cannot be the name of a Python file", "use letters, digits and underscores")
+    folder = Path(args.folder)
+    starter = Path(__file__).parents[1] / "tasks" / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
+    metric, mode = ("error", "min") if args.kind == "table" else ("accuracy", "max")
+    texts = {
+        folder / f"{args.name}.py": starter.read_text(encoding="utf-8"),
+        folder / f"{args.name}.yaml": RUN_FILE.format(name=args.name, metric=metric, mode=mode),
+    }
+    there = [path for path in texts if path.exists()]
+    if there:
+        raise UserError(f"{there[0]} is there already", "choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}", "choose another --folder") from error
+    where = "" if args.folder == "." else f" in {folder}, where you start it"
+    foreign_text.show(f"wrote {args.name}.py and {args.name}.yaml{where}; try: hpctrain run -n 2 {args.name}.yaml")
+    return ExitCode.DONE

@@ -1,0 +1,90 @@
+"""A task's forward pass, loss and metrics on one batch, with errors that name the field and the user's line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import UserError
+from hpctrain.tasks.blame import blamed, shapes
+from hpctrain.tasks.definition import Task
+
+SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
+
+
+def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], trains: bool) -> None:
+    """Raises UserError where the loss cannot be computed, or cannot be trained on.
+
+    Args:
+        batch: on the model's device.
+        trains: whether some parameter of the model is trained.
+    """
+    outputs = forward(task, model, batch)
+    told = describe(outputs)
+    fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
+    with blamed("loss", fix), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # broadcast: hardly ever what is meant
+        score = task.loss(outputs, batch)
+    require_score(score, "loss")
+    total = score[0] if isinstance(score, tuple) else score
+    if trains and not (isinstance(total, Tensor) and total.requires_grad):
+        raise UserError(
+            f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
+            "compute it of the outputs with torch operations, without .item(), .detach(), argmax or NumPy",
+        )
+
+
+def try_metrics(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Raises UserError where the loss or a metric of an evaluation cannot be computed."""
+    outputs = forward(task, model, batch)
+    for name, metric in {"loss": task.loss, **{f"metrics[{key!r}]": one for key, one in task.metrics.items()}}.items():
+        fix = (
+            f"{name} gets (outputs, batch) in an evaluation: outputs {describe(outputs)}, and a dict of {shapes(batch)}"
+        )
+        with blamed(name, fix):
+            score = metric(outputs, batch)
+        require_score(score, name)
+
+
+def forward(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """The outputs."""
+    fix = (
+        f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"
+    )
+    with blamed("the model or forward", fix):
+        outputs = task.forward(model, batch)
+    if outputs is None:
+        raise UserError("the model or forward returned None", "return the outputs: a return is missing")
+    return outputs
+
+
+def require_score(score: Any, field: str) -> None:
+    """Raises UserError unless it is a scalar, or two."""
+    if score is None:
+        raise UserError(f"{field} returned None", f"a return is missing: {SCALAR}")
+    parts = score if isinstance(score, tuple) else (score,)
+    if isinstance(score, tuple) and len(score) != 2:
+        raise UserError(f"{field} returned {len(score)} values", SCALAR)
+    for part in parts:
+        if isinstance(part, Tensor) and part.numel() != 1:
+            raise UserError(f"{field} returned a tensor of shape {list(part.shape)}", SCALAR)
+        if not isinstance(part, (Tensor, int, float)):
+            try:
+                float(part)  # a NumPy number
+            except (TypeError, ValueError):
+                raise UserError(f"{field} returned {describe(part)}", SCALAR) from None
+
+
+def describe(value: Any) -> str:
+    """Shapes and types, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(str, value))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,55 @@
+"""Losses of PyTorch by name, and its own loss objects and functions, as a task's loss."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.loss import _Loss
+
+from hpctrain.tasks.blame import no_mean, no_such_loss, not_called, target_of
+
+NAMES: dict[str, Callable[..., Tensor]] = {
+    "mse": functional.mse_loss,
+    "mae": functional.l1_loss,
+    "huber": functional.huber_loss,
+    "cross_entropy": functional.cross_entropy,
+    "nll": functional.nll_loss,
+    "bce": functional.binary_cross_entropy,
+    "bce_with_logits": functional.binary_cross_entropy_with_logits,
+}
+
+
+def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """A loss that knows nothing of batches."""
+    return function(outputs, batch[target])
+
+
+def as_loss(given: Any, fields: Sequence[str]) -> Any:
+    """What a task's ``loss`` stands for: loss(outputs, batch).
+
+    Args:
+        given: a name, one of torch's losses, or a function of the user's, which is returned as it is.
+        fields: names of a sample's arrays.
+
+    Raises:
+        UserError: no such name, or a loss that is no mean over the samples.
+    """
+    if isinstance(given, str):
+        if given not in NAMES:
+            raise no_such_loss(given, sorted(NAMES))
+        return functools.partial(of_target, NAMES[given], target_of(fields, repr(given)))
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise not_called(given.__name__)
+    if isinstance(given, _Loss) and type(given).__module__.startswith("torch."):
+        weighted = isinstance(given, (nn.CrossEntropyLoss, nn.NLLLoss)) and given.weight is not None
+        if given.reduction != "mean" or weighted:
+            raise no_mean(type(given).__name__)
+        return functools.partial(of_target, given, target_of(fields, type(given).__name__))
+    if isinstance(given, types.FunctionType) and given.__module__ == functional.__name__:
+        return functools.partial(of_target, given, target_of(fields, given.__name__))
+    return given

@@ -1,0 +1,35 @@
+"""Tries a run's task on one batch, without a run: for ``hpctrain doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
+
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import Config
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.rank import wiring
+from hpctrain.rank.session import message
+from hpctrain.train.clock import IntervalClock
+
+MOST_SAMPLES = 32
+"""Of the batch: here one process would hold the batch of all ranks."""
+
+
+def try_task(config: Config) -> None:
+    """Makes the task and calls model, loss and metrics on its first samples. Writes nothing.
+
+    Raises:
+        HpctrainError: it cannot be trained; names the field of the task and the user's line.
+    """
+    config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
+    world = alone()
+    try:
+        problem = wiring.make_problem(config, world)
+        with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
+            framework.dry_call(wiring.first_batch(problem, config, world, MOST_SAMPLES))
+    except HpctrainError:
+        raise
+    except Exception as error:
+        what, _ = message(error)
+        raise UserError(what, "correct the task") from error

@@ -1,0 +1,106 @@
+"""Errors of a task's own code, in a sentence that names the part of the task and the line."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, UserError
+
+MOST_CHARACTERS = 400
+"""Of what an error says."""
+DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
+"""What begins those parts of Keras' and TensorFlow's messages that are not for users."""
+PREFIX = re.compile(r"Exception encountered when calling [^\n]*\n+|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m")
+SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
+
+
+@contextmanager
+def blamed(field: str, fix: str) -> Iterator[None]:
+    """Errors in the body become UserErrors that name a field of the task, and the line; ours pass through."""
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        what = f"{field} fails on the first batch: {type(error).__name__}: {words(error)}{own_line(error)}"
+        raise UserError(what, fix) from error
+
+
+def words(error: BaseException) -> str:
+    """What an error says, without dumps."""
+    text = str(error)
+    metadata = vars(error).get("ag_error_metadata")
+    if metadata is not None:  # TensorFlow's AutoGraph has put its own account of the stack around the message
+        text = metadata.cause_message
+    for dump in DUMPS:
+        text = text.partition(dump)[0]
+    text = " ".join(SUFFIX.sub("", PREFIX.sub("", text)).split())
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
+
+
+def own_line(error: BaseException) -> str:
+    """' (task.py:12: `return loss`)': the innermost line of the user's own code, else the innermost at all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", package))]
+    found = (own or frames)[-1:]
+    if not found:
+        return ""
+    code = f": `{found[0].line}`" if found[0].line and own else ""
+    return f" ({Path(found[0].filename).name}:{found[0].lineno}{code})"
+
+
+def shapes(batch: Mapping[str, Any]) -> str:
+    """Names and shapes of a batch's arrays: ``x [32, 8], y [32]``."""
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
+
+
+def target_of(fields: Sequence[str], loss: str) -> str:
+    """The array that a stock loss compares outputs with: of two the one that the model does not get.
+
+    Raises UserError where there are more, or fewer.
+    """
+    if len(fields) != 2:
+        raise UserError(
+            f"loss={loss} compares the outputs with the second of two arrays, and samples hold {', '.join(fields)}",
+            "name the array yourself: loss=lambda outputs, batch: ...(outputs, batch['y'])",
+        )
+    return fields[1]
+
+
+def no_such_loss(name: str, known: Sequence[str]) -> UserError:
+    """A name that stands for no loss."""
+    return UserError(f"loss={name!r} names no loss", f"write one of {', '.join(known)}, or a function(outputs, batch)")
+
+
+def not_called(name: str) -> UserError:
+    """A class in the place of an object."""
+    return UserError(f"loss={name} is a class", f"make an object of it: loss={name}()")
+
+
+def no_mean(name: str) -> UserError:
+    """A loss that is not the mean over the samples."""
+    fix = (
+        "leave the mean to it (no reduction, no class weights), or return (sum, weight) from a function(outputs, batch)"
+    )
+    return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
+
+
+def require_callables(task: Any, framework: str) -> None:
+    """Raises UserError where a field of a task is not a function but should be one."""
+    for name, value in (("model", task.model), ("optimizer", task.optimizer)):
+        if isinstance(value, (type, str, types.FunctionType)) or value is None:
+            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            raise UserError(f"{name} of the task is {kind}", f"give an object: {name}=..., with its arguments by name")
+    fields = {"loss": task.loss, "forward": task.forward, **{f"metrics[{k!r}]": v for k, v in task.metrics.items()}}
+    for name, value in fields.items():
+        if isinstance(value, type) or not callable(value):
+            kind = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
+            arguments = "(model, batch)" if name == "forward" else "(outputs, batch)"
+            raise UserError(f"{name} of the task is {kind}", f"give a function{arguments} over {framework} tensors")

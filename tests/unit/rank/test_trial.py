@@ -1,0 +1,164 @@
+"""Tasks with a mistake are found on one batch, with field, line and what to do; right ones stay as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.world import alone
+from hpctrain.commands.doctor import trial
+from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.doctor.finding import Status
+from hpctrain.errors import UserError
+from hpctrain.rank import wiring
+from hpctrain.rank.trial import try_task
+from hpctrain.system.output import quiet_environment
+from hpctrain.train.clock import IntervalClock
+from tests.support import wrong_keras_tasks, wrong_torch_tasks
+
+TORCH = {
+    "no_forward": ("the model or forward fails", r'missing the required "forward" function', "x .8, 4."),
+    "no_return": ("the model or forward returned None", "", "a return is missing"),
+    "wide": ("the model or forward fails", "cannot be multiplied", r"a dict of x \[8, 4\], y \[8\]"),
+    "swapped": (
+        "loss fails",
+        r"wrong_torch_tasks.py:\d+: `return functional.cross_entropy\(outputs, batch",
+        "gets outputs a tensor",
+    ),
+    "forgets": ("loss returned None", "", "a return is missing"),
+    "each": (r"loss returned a tensor of shape \[8\]", "", "return its mean"),
+    "item": ("loss returned a float that does not depend", "", r"without .item\(\)"),
+    "argmax": ("loss returned a tensor of shape .. that does not depend", "", "argmax"),
+    "name": ("loss='cross_entrpy' names no loss", "", "cross_entropy, huber, mae, mse"),
+    "class": ("loss=CrossEntropyLoss is a class", "", r"loss=CrossEntropyLoss\(\)"),
+    "sum": ("loss=CrossEntropyLoss is not the plain mean", "", "sum, weight"),
+    "weighted": ("loss=CrossEntropyLoss is not the plain mean", "", "no class weights"),
+    "three_arrays": (
+        "loss='mse' compares the outputs with the second of two arrays",
+        "x, y, w",
+        "lambda outputs, batch",
+    ),
+    "broadcast": ("loss fails", "Using a target size", r"y \[8\]"),
+    "number": ("loss of the task is int 3", "", r"function\(outputs, batch\)"),
+    "metric": (r"metrics\['accuracy'\] fails", r"KeyError: 'label' \(wrong_torch_tasks.py:\d+: `return", r"y \[8\]"),
+    "metric_class": (r"metrics\['accuracy'\] of the task is the class L1Loss", "", "function"),
+    "metric_of_samples": (r"metrics\['wrong'\] returned a tensor of shape \[8\]", "", "return its mean"),
+    "optimizer_class": ("optimizer of the task is the class Adam", "", "give an object"),
+    "model_class": ("model of the task is the class NoForward", "", "give an object"),
+}
+KERAS = {
+    "wide": ("the model or forward fails", r"wrong_keras_tasks.py:\d+: `return model\(", r"x \[8, 4\]"),
+    "swapped": ("loss fails", r"wrong_keras_tasks.py:\d+: `return keras", "gets .outputs, batch."),
+    "each": ("loss has shape", "", "return its mean"),
+    "name": ("loss='crossentropi' names no loss", "", "mse, mae"),
+    "class": ("loss=SparseCategoricalCrossentropy is a class", "", r"\(\)"),
+    "sum": ("is not the plain mean", "", "sum, weight"),
+    "metric": (r"metrics\['accuracy'\] fails", "KeyError: 'label'", r"y \[8\]"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run sets, for the test only."""
+    for name, value in quiet_environment(False, {}).items():
+        monkeypatch.setenv(name, value)
+
+
+def config_of(module: Any, which: str) -> Config:
+    return Config(
+        name="run",
+        task=f"{module.__file__}:task",
+        task_args={"which": which},
+        train=TrainConfig(steps=4, global_batch=8),
+        reduce=ReduceConfig(kind="none"),
+    )
+
+
+@pytest.mark.parametrize("which", wrong_torch_tasks.WRONG)
+def test_wrong_torch_tasks(which: str) -> None:
+    what, line, fix = TORCH[which]
+    with pytest.raises(UserError, match=f"(?s){what}.*{line}.*fix: .*{fix}") as caught:
+        try_task(config_of(wrong_torch_tasks, which))
+    assert len(caught.value.what) < 700 and "\n" not in caught.value.what
+
+
+@pytest.mark.parametrize("which", KERAS)
+def test_wrong_keras_tasks(which: str) -> None:
+    what, line, fix = KERAS[which]
+    with pytest.raises(UserError, match=f"(?s){what}.*{line}.*fix: .*{fix}") as caught:
+        try_task(config_of(wrong_keras_tasks, which))
+    assert (
+        len(caught.value.what) < 700 and "\n" not in caught.value.what and "Arguments received" not in caught.value.what
+    )
+
+
+def test_a_keras_loss_that_depends_on_no_weight_is_found_when_it_is_traced() -> None:
+    config = config_of(wrong_keras_tasks, "argmax")
+    framework, batch = framework_of(config)
+    with pytest.raises(UserError, match="loss does not depend on the weights"):
+        framework.step([batch], 8)
+
+
+def framework_of(config: Config) -> tuple[Any, Any]:
+    """A framework around a task, and its first batch."""
+    problem = wiring.make_problem(config, alone())
+    framework = wiring.make_framework(config, alone(), problem.task, IntervalClock())
+    return framework, wiring.first_batch(problem, config, alone())
+
+
+@pytest.mark.parametrize(
+    ("module", "which"),
+    [
+        *((wrong_torch_tasks, which) for which in wrong_torch_tasks.RIGHT),
+        *((wrong_keras_tasks, which) for which in ("object", "own")),
+    ],
+    ids=str,
+)
+def test_right_tasks_pass_and_stay_as_they_were(module: Any, which: str) -> None:
+    framework, batch = framework_of(config_of(module, which))
+
+    def values() -> dict[str, Any]:
+        found = {}
+        for tensor in framework.state():
+            found[tensor.name] = np.empty(tensor.shape, tensor.dtype)
+            tensor.copy_into(found[tensor.name])
+        return found
+
+    before = values()
+    framework.dry_call(batch)
+    after = values()
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name], equal_nan=True) for name in before)
+    framework.step([batch], 8)
+    changed = values()
+    assert any(not np.array_equal(before[name], changed[name]) for name in before if name.startswith("model/"))
+
+
+def test_names_and_objects_are_the_functions() -> None:
+    losses = []
+    for which in wrong_torch_tasks.RIGHT:
+        problem = wiring.make_problem(config_of(wrong_torch_tasks, which), alone())
+        outputs, target = torch.eye(3), torch.tensor([0, 2, 1])
+        losses.append(float(problem.task.loss(outputs, {"x": outputs, "y": target})))
+    assert len(set(losses)) == 1
+
+
+def test_the_first_batch_is_this_ranks_micro_batch() -> None:
+    config = config_of(wrong_torch_tasks, "own")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2))
+    problem = wiring.make_problem(config, alone())
+    batch = wiring.first_batch(problem, config, alone())
+    assert len(batch["x"]) == 4
+    assert np.array_equal(batch["y"], problem.task.train["y"][problem.order.batch_indices(0, 0)[:4]])
+    assert len(wiring.first_batch(problem, config, alone(), 3)["x"]) == 3
+
+
+def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
+    wrong, right = (trial(config_of(wrong_torch_tasks, which)) for which in ("metric", "own"))
+    assert (wrong.topic, wrong.status) == ("trial", Status.PROBLEM)
+    assert "KeyError: 'label' (wrong_torch_tasks.py:" in wrong.value
+    assert right.status is Status.OK

@@ -1,0 +1,31 @@
+"""Pictures of a run folder in its report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hpctrain.report import page
+from hpctrain.report.explain import explain
+from hpctrain.run.folder import RunDir
+from hpctrain.run.history import read
+from hpctrain.run.pictures import MOST, MOST_BYTES, PNG, read_pictures
+
+
+def test_the_last_pictures_are_shown_and_nothing_else(tmp_path: Path) -> None:
+    for number in range(MOST + 3):
+        (tmp_path / f"step-{number:03d}.png").write_bytes(PNG + b"x")
+    (tmp_path / "zz-script.png").write_bytes(b"<script>")
+    (tmp_path / "zz-large.png").write_bytes(PNG + bytes(MOST_BYTES))
+    (tmp_path / "zz-other.svg").write_bytes(PNG)
+    os.mkfifo(tmp_path / "zz-pipe.png")
+    found = read_pictures(tmp_path)
+    assert [picture.name for picture in found] == [f"step-{number:03d}" for number in range(3, MOST + 3)]
+    assert read_pictures(tmp_path / "missing") == []
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / '"><script>.png').write_bytes(PNG)
+    data = read(RunDir(tmp_path))
+    text = page.render(data, explain(data), [], read_pictures(tmp_path))
+    assert "<script>" not in text and "data:image/png;base64,iVBORw0KGgo=" in text
