@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.dataset import Dataset, Samples, SeededDataset
 from hpctrain.data.order import Drawn, Order, first_draw, part_of
 from hpctrain.data.samples import Collate, Recipe, Transform, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
@@ -79,7 +79,8 @@ class TrainingData:
             order: over ``len(dataset)`` samples.
             rank, size: of this process in the data-parallel group.
             accumulate: micro-batches that a batch is cut into.
-            prefetch: batches held ready by a thread; 0 reads when a batch is asked for.
+            prefetch: batches held ready by a thread; 0 reads when a batch is asked for, and so does a dataset that
+                draws from global generators, unless worker processes read it.
             workers: worker processes that read and transform; 0 leaves that to the thread.
             transform: of one sample, with random numbers keyed by (seed, epoch, sample).
             seed: for the transform; the order has its own.
@@ -103,7 +104,8 @@ class TrainingData:
         self.close()
         if self.workers:
             self.pool = start_workers(self.workers, self.dataset, self.recipe)
-        self.batches = prefetched(self._load(self._parts(epoch, batch)), self.prefetch)
+        depth = self.prefetch if self.workers else thread_depth(self.dataset, self.prefetch)
+        self.batches = prefetched(self._load(self._parts(epoch, batch)), depth)
         return self.batches
 
     def close(self) -> None:
@@ -170,12 +172,17 @@ class ValidationData:
         return len(range(self.part.start, self.part.stop, self.batch))
 
     def __iter__(self) -> Iterator[Samples]:
-        return prefetched(self._batches(), self.prefetch)
+        return prefetched(self._batches(), thread_depth(self.dataset, self.prefetch))
 
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
             ids = np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
             yield make_batch(self.dataset, self.recipe, first_draw(ids))
+
+
+def thread_depth(dataset: Dataset, prefetch: int) -> int:
+    """How many batches a thread may read ahead: none where it would draw from generators that the model draws from."""
+    return 0 if isinstance(dataset, SeededDataset) else prefetch
 
 
 class Failed:

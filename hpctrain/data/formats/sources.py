@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples, choose, content_fingerprint, from_arrays
+from hpctrain.data.dataset import (
+    Dataset,
+    Field,
+    Samples,
+    SeededDataset,
+    choose,
+    content_fingerprint,
+    from_arrays,
+)
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
@@ -46,7 +54,8 @@ def open_dataset(
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
         dataset = open_dataset(source(), names, cache_bytes, allow_outside, ragged)
-        return CalledDataset(dataset, source, names, cache_bytes, allow_outside, ragged)
+        called = CalledSeededDataset if isinstance(dataset, SeededDataset) else CalledDataset
+        return called(dataset, source, names, cache_bytes, allow_outside, ragged)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
@@ -102,6 +111,16 @@ class CalledDataset:
     def fingerprint(self) -> str:
         """See Dataset."""
         return self.dataset.fingerprint()
+
+
+class CalledSeededDataset(CalledDataset):
+    """What a function returned, and it may draw random numbers."""
+
+    dataset: SeededDataset
+
+    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+        """See SeededDataset."""
+        return self.dataset.read_seeded(indices, seeds)
 
 
 class ConcatDataset:
