@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,22 @@ class Part:
         """The samples of each micro-batch: at most ``accumulate``, none of them empty."""
         count = len(self.drawn.ids)
         return [self.drawn.part(part_of(count, piece, self.accumulate)) for piece in range(min(self.accumulate, count))]
+
+
+class BatchSource(Protocol):
+    """Endless global batches, epoch after epoch, of which this rank gets its part."""
+
+    def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
+        """Batches from this one on, without end; an earlier iterator of this object is closed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``starting_at`` needs beside epoch and batch, behind the batch that was taken last."""
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, before ``starting_at``."""
+
+    def close(self) -> None:
+        """Ends threads and processes; may be called again."""
 
 
 class TrainingData:
@@ -107,6 +123,13 @@ class TrainingData:
         depth = self.prefetch if self.workers else thread_depth(self.dataset, self.prefetch)
         self.batches = prefetched(self._load(self._parts(epoch, batch)), depth)
         return self.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: any position is found by its number."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """See ``state_dict``."""
 
     def close(self) -> None:
         """Ends the thread and the worker processes; may be called again."""

@@ -82,11 +82,11 @@ def train(
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock)
         stack.enter_context(closing(framework))
         keep_reducer(framework, session, run_dir)
-        attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh)
+        data = stack.enter_context(closing(wiring.make_data(config, session.world, problem, framework)))
+        attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
         for hook in attached:
             stack.enter_context(closing(hook))
-        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached)
-        stack.enter_context(closing(trainer.data))
+        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached, data)
         summary = trainer.fit()
         return summary, Outcome(summary.reason, summary.step, framework.weights_hash())
 
