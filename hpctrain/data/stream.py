@@ -109,8 +109,12 @@ def is_stream(source: Any) -> bool:
     """Whether this is data that can only be read one sample after the other."""
     if isinstance(source, (Stream, Resumable)):
         return True
-    bases = [f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(source).__mro__]
-    return "torch.IterableDataset" in bases or (has_skip(source) and int(source.cardinality()) == -1)
+    return "torch.IterableDataset" in bases_of(source) or (has_skip(source) and int(source.cardinality()) == -1)
+
+
+def bases_of(source: Any) -> set[str]:
+    """The classes that it derives from, by name and package; imports none."""
+    return {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(source).__mro__}
 
 
 def has_skip(source: Any) -> bool:
@@ -133,6 +137,8 @@ def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) 
     if isinstance(source, Stream):
         return source
     kind, names = type(source).__name__, None if fields is None else tuple(fields)
+    if "torch.DataLoader" in bases_of(source):
+        raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
     if has_skip(source):
         from hpctrain.data.formats.tensorflow_dataset import in_order
 

@@ -201,5 +201,7 @@ def test_what_is_taken_for_a_stream() -> None:
             return iter(torch.arange(6))
 
     assert is_stream(Lines()) and not is_stream(torch.utils.data.TensorDataset(torch.arange(3)))
+    with pytest.raises(UserError, match="DataLoader gives batches, not samples"):
+        open_stream(torch.utils.data.DataLoader(Lines()))
     data = StreamingData(open_stream(Lines()), StreamOrder(4), 0, 1)
     assert [batch.micro_batches[0]["x"].tolist() for batch in take(data, 2)] == [[0, 1, 2, 3], [4, 5]]
