@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.data.packing.write import write_hdf5
     from hpctrain.data.padding import pad
     from hpctrain.data.samplers import CurriculumSampler, LengthGroupedSampler, WeightedSampler
+    from hpctrain.data.stream import open_stream
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
@@ -108,6 +109,7 @@ _HOMES = {
     "load_config": "hpctrain.config.loading:load",
     "open_dataset": "hpctrain.data.formats.sources:open_dataset",
     "open_saver": "hpctrain.checkpoint:open_saver",
+    "open_stream": "hpctrain.data.stream:open_stream",
     "pad": "hpctrain.data.padding:pad",
     "start_monitor": "hpctrain.monitor.rank.session:start",
     "torch_broadcast": "hpctrain.reduce.torch_reducer:broadcast",
@@ -167,6 +169,7 @@ __all__ = [
     "load_config",
     "open_dataset",
     "open_saver",
+    "open_stream",
     "pad",
     "start_monitor",
     "torch_broadcast",

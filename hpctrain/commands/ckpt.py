@@ -159,9 +159,8 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     from hpctrain.checkpoint.exports import model_weights, replace_whole
     from hpctrain.checkpoint.format import Reader
     from hpctrain.comm.world import alone
-    from hpctrain.data import open_dataset
     from hpctrain.frameworks.seeding import seed_task
-    from hpctrain.rank.wiring import make_weights
+    from hpctrain.rank.wiring import examples_of, make_weights, open_training_data
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
 
@@ -175,7 +174,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
-    make_weights(task, lambda: open_dataset(task.train, ragged=task.collate is not None), seed)
+    make_weights(task, lambda: examples_of(open_training_data(task)), seed)
     from hpctrain.checkpoint.exports import export_keras
 
     arrays = {f"model/{name}": array for name, array in model_weights(loaded, averaged)[0].items()}

@@ -7,16 +7,22 @@ framework) only then; ``packing`` makes HDF5 files of it. Needs neither MPI nor 
 from hpctrain.data.dataset import Dataset, Field, Samples
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order, part_of
-from hpctrain.data.pipeline import Batch, TrainingData, ValidationData
+from hpctrain.data.pipeline import Batch, BatchSource, TrainingData, ValidationData
+from hpctrain.data.stream import Stream, StreamingData, StreamOrder, open_stream
 
 __all__ = [
     "Batch",
+    "BatchSource",
     "Dataset",
     "Field",
     "Order",
     "Samples",
+    "Stream",
+    "StreamOrder",
+    "StreamingData",
     "TrainingData",
     "ValidationData",
     "open_dataset",
+    "open_stream",
     "part_of",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,9 +80,27 @@ class Dataset(Protocol):
         """Identifies the data wherever it lies, cheaply: see docs/data.md."""
 
 
-def read_exclusively(dataset: Dataset, indices: NDArray[np.int64]) -> Samples:
-    """Its ``read``, while no other thread reads any: training and validation data may be parts of one source."""
+@runtime_checkable
+class SeededDataset(Dataset, Protocol):
+    """A dataset that may draw from the process's global random generators while it reads.
+
+    They belong to the whole process, so it is read by the thread that trains, or in worker processes.
+    """
+
+    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+        """As ``read``, with all global generators (Python's, NumPy's, torch's on the CPU) seeded before each sample.
+
+        Args:
+            indices: see ``read``.
+            seeds: int64[len(indices)], at least 0. Afterwards the generators are what they were before.
+        """
+
+
+def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callable[[], NDArray[np.int64]]) -> Samples:
+    """Its samples, while no other thread reads any: training and validation data may be parts of one source."""
     with _READING:
+        if isinstance(dataset, SeededDataset):
+            return dataset.read_seeded(indices, seeds())
         return dataset.read(indices)
 
 

@@ -36,6 +36,8 @@ class Stream(enum.IntEnum):
     """The random transform of one sample."""
     SAMPLER = 3
     """The samples of an epoch, where the task brings a sampler."""
+    DATASET = 4
+    """What a dataset draws itself while one sample is read."""
 
 
 def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repeat: int = 0) -> Generator:
@@ -123,8 +125,9 @@ class Order:
         if self.shuffle not in ("full", "block", "none"):
             raise UserError(f"data.shuffle is {self.shuffle!r}", "give full, block or none")
         if self.drop_last and self.epoch_samples < self.global_batch:
+            size = self.global_batch
             raise UserError(
-                f"{self.epoch_samples} samples of an epoch fill no global batch of {self.global_batch} (drop_last)",
+                f"an epoch of {self.epoch_samples} samples fills no global batch of {size}, and drop_last is on",
                 "use a smaller global batch, or set data.drop_last to false",
             )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.dataset import Dataset, Samples, SeededDataset
 from hpctrain.data.order import Drawn, Order, first_draw, part_of
 from hpctrain.data.samples import Collate, Recipe, Transform, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
@@ -56,6 +56,22 @@ class Part:
         return [self.drawn.part(part_of(count, piece, self.accumulate)) for piece in range(min(self.accumulate, count))]
 
 
+class BatchSource(Protocol):
+    """Endless global batches, epoch after epoch, of which this rank gets its part."""
+
+    def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
+        """Batches from this one on, without end; an earlier iterator of this object is closed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``starting_at`` needs beside epoch and batch, behind the batch that was taken last."""
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, before ``starting_at``."""
+
+    def close(self) -> None:
+        """Ends threads and processes; may be called again."""
+
+
 class TrainingData:
     """Endless global batches, epoch after epoch, of which this rank gets its part."""
 
@@ -79,7 +95,8 @@ class TrainingData:
             order: over ``len(dataset)`` samples.
             rank, size: of this process in the data-parallel group.
             accumulate: micro-batches that a batch is cut into.
-            prefetch: batches held ready by a thread; 0 reads when a batch is asked for.
+            prefetch: batches held ready by a thread; 0 reads when a batch is asked for, and so does a dataset that
+                draws from global generators, unless worker processes read it.
             workers: worker processes that read and transform; 0 leaves that to the thread.
             transform: of one sample, with random numbers keyed by (seed, epoch, sample).
             seed: for the transform; the order has its own.
@@ -103,8 +120,16 @@ class TrainingData:
         self.close()
         if self.workers:
             self.pool = start_workers(self.workers, self.dataset, self.recipe)
-        self.batches = prefetched(self._load(self._parts(epoch, batch)), self.prefetch)
+        depth = self.prefetch if self.workers else thread_depth(self.dataset, self.prefetch)
+        self.batches = prefetched(self._load(self._parts(epoch, batch)), depth)
         return self.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: any position is found by its number."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """See ``state_dict``."""
 
     def close(self) -> None:
         """Ends the thread and the worker processes; may be called again."""
@@ -170,12 +195,17 @@ class ValidationData:
         return len(range(self.part.start, self.part.stop, self.batch))
 
     def __iter__(self) -> Iterator[Samples]:
-        return prefetched(self._batches(), self.prefetch)
+        return prefetched(self._batches(), thread_depth(self.dataset, self.prefetch))
 
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
             ids = np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
             yield make_batch(self.dataset, self.recipe, first_draw(ids))
+
+
+def thread_depth(dataset: Dataset, prefetch: int) -> int:
+    """How many batches a thread may read ahead: none where it would draw from generators that the model draws from."""
+    return 0 if isinstance(dataset, SeededDataset) else prefetch
 
 
 class Failed:

@@ -32,7 +32,7 @@ class Recipe:
     collate: Collate | None = None
     """Of all of them; by default they are stacked, and must be equal in shape."""
     seed: int = 0
-    """For the transform."""
+    """Of random numbers."""
 
 
 def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
@@ -41,12 +41,19 @@ def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
     Raises:
         UserError: transform or collate failed, or the samples to stack differ in shape or dtype; names the sample.
     """
-    arrays = read_exclusively(dataset, drawn.ids) if len(drawn.ids) else {}
+    arrays = read_exclusively(dataset, drawn.ids, lambda: seeds_of(drawn, recipe.seed)) if len(drawn.ids) else {}
     is_ragged = any(array.dtype == object for array in arrays.values())
     if not arrays or not (recipe.transform or recipe.collate or is_ragged):
         return arrays
     samples: Iterable[Sample] = ({name: array[row] for name, array in arrays.items()} for row in range(len(drawn.ids)))
     return batch_of(samples, recipe, drawn)
+
+
+def seeds_of(drawn: Drawn, seed: int) -> NDArray[np.int64]:
+    """For what a dataset draws itself: keyed by (seed, epoch, sample, repeat)."""
+    keys = zip(drawn.ids.tolist(), drawn.repeats.tolist(), strict=True)
+    generators = (keyed_generator(seed, drawn.epoch, Stream.DATASET, *key) for key in keys)
+    return np.array([generator.integers(2**63) for generator in generators], np.int64)
 
 
 def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:

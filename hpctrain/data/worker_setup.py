@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows
-from hpctrain.data.formats.sources import CalledDataset, ConcatDataset, open_dataset
+from hpctrain.data.formats.records import RecordDataset
+from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from hpctrain.system.anonymous_memory import AnonymousMemory
@@ -52,6 +53,17 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
     from hpctrain.data.formats.hdf5 import Hdf5Dataset
 
     parts = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
+    records = [part for part in parts if isinstance(part, RecordDataset)]
+    if len(records) == len(parts):
+        decode = records[0].decode
+        return {
+            "files": [str(part.records.path) for part in records],
+            "fields": list(dataset.fields),
+            "cache": CACHE_BYTES,
+            "outside": [],
+            "ragged": records[0].ragged,
+            "decode": decode and refer_to_function(decode, "decode"),
+        }
     files = [part for part in parts if isinstance(part, Hdf5Dataset)]
     if len(files) < len(parts):
         kind = type(getattr(dataset, "source", dataset)).__name__  # of a torch Dataset, not of what is around it
@@ -72,7 +84,8 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
         return from_arrays(unflattened(memory.views(reference["arrays"])))
     how = reference["fields"], reference["cache"], reference["outside"]
     if "files" in reference:
-        return open_dataset(reference["files"], *how)
+        decode = reference.get("decode") and import_function(reference["decode"])
+        return open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)
     dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
     if dataset.fingerprint() != reference["fingerprint"]:
         raise UserError(

@@ -84,11 +84,11 @@ def train(
         with session.phase("try the task on one batch"):
             if batch := wiring.first_batch(problem, config, session.world):
                 framework.dry_call(batch)
-        attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh)
+        data = stack.enter_context(closing(wiring.make_data(config, session.world, problem, framework)))
+        attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
         for hook in attached:
             stack.enter_context(closing(hook))
-        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached)
-        stack.enter_context(closing(trainer.data))
+        trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached, data)
         summary = trainer.fit()
         return summary, Outcome(summary.reason, summary.step, framework.weights_hash())
 

@@ -13,14 +13,29 @@ import numpy as np
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ScheduleConfig
-from hpctrain.data import Dataset, Order, Samples, TrainingData, ValidationData, open_dataset, part_of
+from hpctrain.data import (
+    BatchSource,
+    Dataset,
+    Order,
+    Samples,
+    Stream,
+    StreamingData,
+    StreamOrder,
+    TrainingData,
+    ValidationData,
+    open_dataset,
+    open_stream,
+    part_of,
+)
 from hpctrain.data.order import first_draw
 from hpctrain.data.samples import Collate, Recipe, make_batch
+from hpctrain.data.stream import is_stream
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
+from hpctrain.rank.data_position import DataPosition
 from hpctrain.rank.staged import staged_args
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -58,9 +73,9 @@ class Problem:
     """What a task is made of, on this rank. Making it needs no other rank, so that each can fail by itself."""
 
     task: Task
-    train: Dataset
+    train: Dataset | Stream
     validation: Dataset | None
-    order: Order
+    order: Order | StreamOrder
     """Of the training samples, over all ranks."""
 
     def fingerprint(self) -> str:
@@ -80,22 +95,32 @@ def make_problem(config: Config, world: World) -> Problem:
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     data = config.data
-    open_data = partial(open_dataset, allow_outside=data.allow_outside, ragged=task.collate is not None)
-    train = open_data(task.train)
-    task = with_its_loss(task, tuple(train.fields))
-    make_weights(task, lambda: train, config.seed)
-    order = Order(
-        length=len(train),
-        global_batch=global_batch(config.train, world.data.size),
-        seed=config.seed,
-        shuffle=data.shuffle,
-        block_samples=data.block_samples,
-        drop_last=data.drop_last,
-        sampler=task.sampler,
-    )
+    batch = global_batch(config.train, world.data.size)
+    order: Order | StreamOrder
+    train = open_training_data(task, data.allow_outside)
+    if isinstance(train, Stream):
+        refuse_what_streams_cannot(config, task)
+        order = StreamOrder(batch, data.drop_last)
+    else:
+        order = Order(
+            length=len(train),
+            global_batch=batch,
+            seed=config.seed,
+            shuffle=data.shuffle,
+            block_samples=data.block_samples,
+            drop_last=data.drop_last,
+            sampler=task.sampler,
+        )
+    task = with_its_loss(task, tuple(examples_of(train).fields))
     validation = None
     if task.validation is not None:
-        validation = open_data(task.validation)
+        if is_stream(task.validation):
+            raise UserError(
+                f"the validation data of task {config.task} is a stream",
+                "give data of known length: take its first samples into arrays, or write them to HDF5",
+            )
+        validation = open_dataset(task.validation, allow_outside=data.allow_outside, ragged=task.collate is not None)
+    make_weights(task, lambda: examples_of(train), config.seed)
     return Problem(task, train, validation, order)
 
 
@@ -112,11 +137,41 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
 
 def first_batch(problem: Problem, config: Config, world: World, most: int | None = None) -> Samples:
     """This rank's first micro-batch, ``most`` samples of it at most; empty if it has no part in the first batch."""
+    recipe = Recipe(problem.task.transform, problem.task.collate, config.seed)
+    if not isinstance(problem.order, Order):
+        return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
     ids = problem.order.batch_indices(0, 0)
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
     mine = mine[part_of(len(mine), 0, min(config.train.accumulate, max(len(mine), 1)))][:most]
-    recipe = Recipe(problem.task.transform, problem.task.collate, config.seed)
-    return make_batch(problem.train, recipe, first_draw(mine))
+    return make_batch(examples_of(problem.train), recipe, first_draw(mine))
+
+
+def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:
+    """Whatever the task trains on."""
+    if is_stream(task.train):
+        return open_stream(task.train)
+    return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
+
+
+def examples_of(train: Dataset | Stream) -> Dataset:
+    """Samples such as those that are trained on: of a stream the first one."""
+    return train.example() if isinstance(train, Stream) else train
+
+
+def refuse_what_streams_cannot(config: Config, task: Task) -> None:
+    """Raises UserError for what needs the number of samples, or samples in any order."""
+    needs = {
+        "train.epochs": (config.train.epochs is not None, "give train.steps"),
+        "schedule.warmup_epochs": (bool(config.schedule.warmup_epochs), "give schedule.warmup_steps"),
+        "schedule.step_epochs": (bool(config.schedule.step_epochs), "choose another schedule.kind"),
+        "schedule.cycle_epochs": (bool(config.schedule.cycle_epochs), "choose another schedule.kind"),
+        "schedule.kind exponential": (config.schedule.kind == "exponential", "choose another"),
+        "data.workers": (config.data.workers > 0, "set data.workers to 0: one thread reads a stream"),
+        "the task's sampler": (task.sampler is not None, "leave the sampler out: a stream has one order"),
+    }
+    for key, (is_given, fix) in needs.items():
+        if is_given:
+            raise UserError(f"the training data of task {config.task} is a stream, for which {key} means nothing", fix)
 
 
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
@@ -179,10 +234,11 @@ def make_hooks(
     more: Sequence[Hook] = (),
     sinks: Sequence[Sink] = (),
     fresh: bool = False,
+    data: BatchSource | None = None,
 ) -> list[Hook]:
     """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved.
 
-    ``more`` and ``sinks`` are the caller's own.
+    ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
     """
     refuse_metrics_of_nothing(config, problem)
     world = session.world
@@ -193,6 +249,7 @@ def make_hooks(
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
     stateful = [*early_stop, *rate_hooks(config, problem.task), *own_hooks(problem.task), *more]
+    stateful += [DataPosition(data)] if data is not None else []
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
@@ -275,8 +332,45 @@ def make_sinks(config: Config, session: Session, run_dir: RunDir) -> list[Sink]:
     return sinks
 
 
+def make_data(config: Config, world: World, problem: Problem, framework: Framework) -> BatchSource:
+    """This rank's part of each global batch."""
+    group, task = world.data, problem.task
+    if isinstance(problem.train, Stream):
+        assert isinstance(problem.order, StreamOrder), "make_problem gives a stream its order"
+        return StreamingData(
+            problem.train,
+            problem.order,
+            group.rank,
+            group.size,
+            accumulate=config.train.accumulate,
+            prefetch=config.data.prefetch_batches,
+            recipe=Recipe(task.transform, task.collate, config.seed),
+            place=framework.place,
+        )
+    assert isinstance(problem.order, Order), "make_problem gives a dataset its order"
+    return TrainingData(
+        problem.train,
+        problem.order,
+        group.rank,
+        group.size,
+        accumulate=config.train.accumulate,
+        prefetch=config.data.prefetch_batches,
+        workers=config.data.workers,
+        transform=task.transform,
+        seed=config.seed,
+        place=framework.place,
+        collate=task.collate,
+    )
+
+
 def make_trainer(
-    config: Config, world: World, problem: Problem, framework: Framework, clock: StepClock, hooks: Sequence[Hook]
+    config: Config,
+    world: World,
+    problem: Problem,
+    framework: Framework,
+    clock: StepClock,
+    hooks: Sequence[Hook],
+    data: BatchSource | None = None,
 ) -> Trainer:
     """Puts the pieces together; touches neither files nor other ranks."""
     group, order, validation = world.data, problem.order, problem.validation
@@ -291,19 +385,7 @@ def make_trainer(
     return Trainer(
         world=world,
         framework=framework,
-        data=TrainingData(
-            problem.train,
-            order,
-            group.rank,
-            group.size,
-            accumulate=config.train.accumulate,
-            prefetch=config.data.prefetch_batches,
-            workers=config.data.workers,
-            transform=problem.task.transform,
-            seed=config.seed,
-            place=framework.place,
-            collate=problem.task.collate,
-        ),
+        data=data or make_data(config, world, problem, framework),
         validation=None if validation is None else make_validation(config, world, validation, problem.task.collate),
         schedule=schedule,
         plan=plan,

@@ -19,7 +19,7 @@ from hpctrain.config.loading import load
 from hpctrain.config.sections import Config
 from hpctrain.data import Samples
 from hpctrain.errors import MissingExtra, UserError
-from hpctrain.rank.wiring import Problem, make_framework, make_problem
+from hpctrain.rank.wiring import Problem, examples_of, make_framework, make_problem
 from hpctrain.registry.card import fingerprint, model_card
 from hpctrain.run import RunView
 from hpctrain.run.events import RunStarted
@@ -99,7 +99,8 @@ def restore(config: Config, weights: str) -> tuple[Framework, Problem]:
 
 def example(problem: Problem) -> Samples:
     """A small batch of what the model takes as input."""
-    batch = problem.train.read(np.arange(min(EXAMPLE_SAMPLES, len(problem.train)), dtype=np.int64))
+    data = examples_of(problem.train)
+    batch = data.read(np.arange(min(EXAMPLE_SAMPLES, len(data)), dtype=np.int64))
     if problem.task.forward is first_field:
         first = next(iter(batch))
         return {first: batch[first]}

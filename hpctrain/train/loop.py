@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.data import Batch, TrainingData
+from hpctrain.data import Batch, BatchSource
 from hpctrain.errors import Code, NoRequeue
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
@@ -33,7 +33,7 @@ class RunSummary:
 class Trainer(Training):
     """Everything one rank needs to train; ``hpctrain.rank.wiring`` makes it from a run file."""
 
-    data: TrainingData
+    data: BatchSource
     """This rank's part of each global batch."""
     validation: Iterable[HostBatch] | None
     """This rank's part of the validation data, in batches; None if there is none."""

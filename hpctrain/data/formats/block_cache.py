@@ -5,9 +5,18 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from numpy.typing import NDArray
+
+class Sized(Protocol):
+    """An array, or a table."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that it takes."""
+
+
+Block = TypeVar("Block", bound=Sized)
 
 
 class BlockCache:
@@ -16,16 +25,16 @@ class BlockCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
-        self.blocks: OrderedDict[Hashable, NDArray[Any]] = OrderedDict()
+        self.blocks: OrderedDict[Hashable, Any] = OrderedDict()
         self.lock = threading.Lock()
 
-    def get(self, key: Hashable, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    def get(self, key: Hashable, read: Callable[[], Block]) -> Block:
         """The block of this key, read where it is not here."""
         with self.lock:
-            block = self.blocks.get(key)
-            if block is not None:
+            kept: Block | None = self.blocks.get(key)
+            if kept is not None:
                 self.blocks.move_to_end(key)
-                return block
+                return kept
         block = read()
         with self.lock:
             if key not in self.blocks:

@@ -12,8 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples, choose, content_fingerprint, from_arrays
+from hpctrain.data.dataset import (
+    Dataset,
+    Field,
+    Samples,
+    SeededDataset,
+    choose,
+    content_fingerprint,
+    from_arrays,
+)
 from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.json_lines import JsonLines
+from hpctrain.data.formats.parquet_rows import ParquetRows
+from hpctrain.data.formats.records import Decode, Records, open_records
+from hpctrain.data.formats.tar_shards import TarShard
 from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
 
@@ -26,31 +38,38 @@ def open_dataset(
     cache_bytes: int = CACHE_BYTES,
     allow_outside: Sequence[str | Path] = (),
     ragged: bool = False,
+    decode: Decode | None = None,
 ) -> Dataset:
     """Opens data of any kind that hpctrain trains on.
 
     Args:
-        source: an HDF5 file (path), several as one (a pattern such as ``"data/*.h5"``, taken in sorted order, or a
-            list), a dict of arrays, a map-style torch Dataset, a finite tf.data.Dataset of single samples (taken into
-            memory), a Dataset, which is returned as it is, or a function of no arguments (a partial, a class) that
-            returns one of these, which worker processes call again.
+        source: a file (path): HDF5, or by its suffix ``.jsonl``, ``.tar``, ``.parquet``; several of one kind as one (a
+            pattern such as ``"data/*.h5"``, taken in sorted order, or a list); a dict of arrays; a map-style torch
+            Dataset; a finite tf.data.Dataset of single samples (taken into memory); a Dataset, which is returned as it
+            is; or a function of no arguments (a partial, a class) that returns one of these, which worker processes
+            call again.
         fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
         cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
         allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, beside the
             folder in which each file lies.
-        ragged: samples of a torch or tf.data Dataset may differ in shape. A task with ``collate`` opens its data so.
+        ragged: samples of a torch or tf.data Dataset, and of files other than HDF5, may differ in shape. A task with
+            ``collate`` opens its data so.
+        decode: decode(record) gives a sample, a dict or tuple of arrays, of one record of a file other than HDF5: a
+            JSON object, the files of a sample in a tar by extension (bytes; ``__key__`` is their common name), or a row
+            of a Parquet table.
 
     Raises:
         UserError: the source is missing, damaged, empty, or holds what cannot be trained on.
     """
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
-        dataset = open_dataset(source(), names, cache_bytes, allow_outside, ragged)
-        return CalledDataset(dataset, source, names, cache_bytes, allow_outside, ragged)
+        dataset = open_dataset(source(), names, cache_bytes, allow_outside, ragged, decode)
+        called = CalledSeededDataset if isinstance(dataset, SeededDataset) else CalledDataset
+        return called(dataset, source, names, cache_bytes, allow_outside, ragged)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
-        return open_files(expand(source), names, BlockCache(cache_bytes), allow_outside)
+        return open_files(expand(source), names, BlockCache(cache_bytes), allow_outside, ragged, decode)
     if isinstance(source, Mapping):
         chosen = choose(list(source), names, "the dict of arrays")
         return from_arrays({name: source[name] for name in chosen})
@@ -64,10 +83,10 @@ def open_dataset(
         return from_tensorflow(source, names, ragged)
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
         paths = [path for item in source for path in expand(item)]
-        return open_files(paths, names, BlockCache(cache_bytes), allow_outside)
+        return open_files(paths, names, BlockCache(cache_bytes), allow_outside, ragged, decode)
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
-        "give HDF5 paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
+        "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
         "function that returns one",
     )
 
@@ -102,6 +121,16 @@ class CalledDataset:
     def fingerprint(self) -> str:
         """See Dataset."""
         return self.dataset.fingerprint()
+
+
+class CalledSeededDataset(CalledDataset):
+    """What a function returned, and it may draw random numbers."""
+
+    dataset: SeededDataset
+
+    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+        """See SeededDataset."""
+        return self.dataset.read_seeded(indices, seeds)
 
 
 class ConcatDataset:
@@ -142,13 +171,38 @@ def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
-def open_files(
-    paths: Sequence[Path], names: tuple[str, ...] | None, cache: BlockCache, outside: Sequence[str | Path]
-) -> Dataset:
-    """HDF5 files, one after the other."""
-    from hpctrain.data.formats.hdf5 import open_hdf5
+RECORDS: Mapping[str, Callable[[Path, BlockCache], Records]] = {
+    ".jsonl": lambda path, cache: JsonLines(path),
+    ".ndjson": lambda path, cache: JsonLines(path),
+    ".tar": lambda path, cache: TarShard(path),
+    ".parquet": ParquetRows,
+}
+"""What opens a file of records, by its suffix; all other files are HDF5."""
 
-    return concatenate([open_hdf5(path, names, cache, outside) for path in paths], [str(path) for path in paths])
+
+def open_files(
+    paths: Sequence[Path],
+    names: tuple[str, ...] | None,
+    cache: BlockCache,
+    outside: Sequence[str | Path],
+    ragged: bool = False,
+    decode: Decode | None = None,
+) -> Dataset:
+    """Files of one kind, one after the other."""
+    suffixes = {path.suffix.lower() for path in paths}
+    records = [RECORDS.get(suffix) for suffix in suffixes]
+    if len(set(records)) > 1:
+        raise UserError(f"files of several kinds are given as one: {', '.join(sorted(suffixes))}", "give one kind")
+    parts: list[Dataset]
+    if records[0] is not None:
+        parts = [open_records(records[0](path, cache), decode, names, ragged) for path in paths]
+    else:
+        from hpctrain.data.formats.hdf5 import open_hdf5
+
+        if decode is not None:
+            raise UserError(f"{paths[0]} is read as HDF5, whose arrays are not decoded", "leave decode out")
+        parts = [open_hdf5(path, names, cache, outside) for path in paths]
+    return concatenate(parts, [str(path) for path in paths])
 
 
 def expand(pattern: str | Path) -> list[Path]:

@@ -31,20 +31,19 @@ def from_tensorflow(source: Any, names: tuple[str, ...] | None, ragged: bool = F
         raise UserError(f"{type(source).__name__} cannot be opened as data", "give a tf.data.Dataset")
     if source.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise UserError(
-            "the tf.data pipeline is endless", "leave out its repeat(): hpctrain goes on to the next epoch itself"
+            "the tf.data pipeline is endless",
+            "leave out its repeat(): hpctrain goes on to the next epoch itself; or train on it as a stream",
         )
-    in_order = tf.data.Options()
-    in_order.deterministic = True
     samples = []
     num_bytes = 0
     try:
-        for element in source.with_options(in_order).as_numpy_iterator():
+        for element in in_order(source).as_numpy_iterator():
             samples.append(named(element, names))
             num_bytes += sum(value.nbytes for value in samples[-1].values())
             if num_bytes > MEMORY_BYTES:
                 raise UserError(
                     f"the tf.data pipeline gives more than {MEMORY_BYTES / 2**30:.0f} GiB, which every rank would hold",
-                    "write its samples to HDF5 once (hpctrain.data.packing.write_hdf5) and train from that",
+                    "write its samples to HDF5 once (hpctrain.write_hdf5), or train on it as a stream: open_stream",
                 )
     except tf.errors.OpError as error:
         raise UserError(
@@ -54,3 +53,10 @@ def from_tensorflow(source: Any, names: tuple[str, ...] | None, ragged: bool = F
         raise UserError("the tf.data pipeline gives no samples", "give data with at least one sample")
     fields = {name: Field((-1,) * value.ndim, value.dtype) for name, value in samples[0].items()} if ragged else None
     return from_arrays(stack(samples, range(len(samples)), "the tf.data pipeline", fields), "the tf.data pipeline")
+
+
+def in_order(source: Any) -> Any:
+    """The pipeline, with its elements in the same order each time that it is read."""
+    options = tf.data.Options()
+    options.deterministic = True
+    return source.with_options(options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,7 @@ from hpctrain.errors import UserError
 
 
 class TorchDataset:
-    """Samples of a torch Dataset, one by one. Use ``from_torch``, which checks it.
-
-    Random transforms inside the torch Dataset draw from the process's own random state, which hpctrain does not key by
-    sample: give them as the task's ``transform`` where runs must not depend on the number of ranks.
-    """
+    """Samples of a torch Dataset, one by one. Use ``from_torch``, which checks it."""
 
     def __init__(self, source: Any, fields: Mapping[str, Field], names: tuple[str, ...] | None) -> None:
         self.source = source
@@ -33,13 +31,55 @@ class TorchDataset:
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """See Dataset."""
-        samples = (sample_of(self.source, index, self.names) for index in indices.tolist())
+        return self._stack(indices, (sample_of(self.source, index, self.names) for index in indices.tolist()))
+
+    def _stack(self, indices: NDArray[np.int64], samples: Iterator[Sample]) -> Samples:
         return stack(samples, indices.tolist(), type(self.source).__name__, self.fields)
 
     def fingerprint(self) -> str:
         """Of class, length and fields only: the content may be random, and reading it may be slow."""
         source = type(self.source)
         return hashlib.sha256(f"{source.__qualname__} {len(self)} {layout(self.fields)}".encode()).hexdigest()
+
+
+class SeededTorchDataset(TorchDataset):
+    """A torch Dataset whose code may draw random numbers."""
+
+    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+        """See SeededDataset."""
+        keys = zip(indices.tolist(), seeds.tolist(), strict=True)
+        with kept_random_state():
+            return self._stack(indices, (seeded_sample(self.source, index, self.names, seed) for index, seed in keys))
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Global generators are afterwards what they were before; torch's on GPUs are left alone."""
+    python, legacy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.default_generator.set_state(torch_state)
+
+
+def seeded_sample(source: Any, index: int, names: tuple[str, ...] | None, seed: int) -> Sample:
+    """One sample, for which global generators begin at this seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    return sample_of(source, index, names)
+
+
+def never_draws(source: Any) -> bool:
+    """Whether reading is known to draw no random numbers: tensors, and parts and rows of such datasets."""
+    data = torch.utils.data
+    if type(source) is data.Subset:
+        return never_draws(source.dataset)
+    if type(source) is data.ConcatDataset:
+        return all(map(never_draws, source.datasets))
+    return type(source) is data.TensorDataset
 
 
 def from_torch(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> TorchDataset:
@@ -64,10 +104,11 @@ def from_torch(source: Any, names: tuple[str, ...] | None, ragged: bool = False)
         ) from error
     if length == 0:
         raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
-    first = sample_of(source, 0, names)
+    with kept_random_state():
+        first = seeded_sample(source, 0, names, 0)
     shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
     fields = {name: check_field(name, (length, *shapes[name]), value.dtype, kind) for name, value in first.items()}
-    return TorchDataset(source, fields, names)
+    return (TorchDataset if never_draws(source) else SeededTorchDataset)(source, fields, names)
 
 
 def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:

@@ -1,9 +1,12 @@
 """tf.data pipelines as data."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
-from hpctrain.data import open_dataset
+from hpctrain.data import Stream, StreamingData, StreamOrder, open_dataset, open_stream
+from hpctrain.data.stream import is_stream
 from hpctrain.errors import UserError
 
 tf = pytest.importorskip("tensorflow")
@@ -48,3 +51,22 @@ def test_samples_that_differ_in_shape() -> None:
     assert [x.tolist() for x in dataset.read(np.arange(3))["x"]] == [[0], [0, 1], [0, 1, 2]]
     with pytest.raises(UserError, match=r"the tf\.data pipeline gives x int64"):
         open_dataset(source)
+
+
+def test_endless_pipelines_and_those_of_unknown_length_are_streams() -> None:
+    def ids(stream: Stream, number: int, rank: int = 0, size: int = 1, batch: int = 0) -> list[list[int]]:
+        data = StreamingData(stream, StreamOrder(3), rank, size)
+        try:
+            batches = list(islice(data.starting_at(0, batch), number))
+        finally:
+            data.close()
+        return [[int(i) for piece in batch.micro_batches for i in piece["id"]] for batch in batches]
+
+    endless = tf.data.Dataset.range(7).repeat().map(lambda n: {"id": n, "x": tf.fill([2], n)})
+    assert is_stream(endless) and not is_stream(tf.data.Dataset.range(7))
+    whole = ids(open_stream(endless), 9)
+    assert [i for batch in whole for i in batch] == [index % 7 for index in range(27)]
+    ranks = [ids(open_stream(endless), 5, rank, 2, 4) for rank in range(2)]
+    assert [first + second for first, second in zip(*ranks, strict=True)] == whole[4:]
+    unknown = tf.data.Dataset.range(9).filter(lambda n: n % 2 == 0)
+    assert ids(open_stream(unknown, ["id"]), 3) == [[0, 2, 4], [6, 8], [0, 2, 4]]

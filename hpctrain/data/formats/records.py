@@ -1,0 +1,143 @@
+"""Files of records, such as JSON lines and tars: indexed once, then read in any order like every dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint
+from hpctrain.data.place import with_place
+from hpctrain.data.samples import Sample, named, stack
+from hpctrain.errors import UserError
+
+Decode = Callable[[dict[str, Any]], Any]
+"""decode(record) gives a sample, a dict or tuple of arrays: of a JSON object, of a tar's files by extension (bytes, and
+``__key__``), or of a row of a table."""
+KEY = "__key__"
+"""Of a record that has a name of its own."""
+
+
+class Records(Protocol):
+    """One file's records."""
+
+    path: Path
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(self, rows: list[int]) -> list[dict[str, Any]]:
+        """The records at these places, as they are stored."""
+
+    def plain(self, record: dict[str, Any]) -> Any:
+        """A record as a sample, where the user gives no ``decode``; raises UserError where that cannot be."""
+
+
+class RecordDataset:
+    """The records of one file as samples. Use ``open_records``, which checks them."""
+
+    def __init__(
+        self,
+        records: Records,
+        decode: Decode | None,
+        names: tuple[str, ...] | None,
+        ragged: bool,
+        fields: Mapping[str, Field],
+    ) -> None:
+        self.records = records
+        self.decode = decode
+        self.names = names
+        self.ragged = ragged
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """See Dataset."""
+        rows = indices.tolist()
+        records = self.records.read(rows)
+        samples = (self._sample(row, record) for row, record in zip(rows, records, strict=True))
+        return stack(samples, rows, str(self.records.path), self.fields)
+
+    def fingerprint(self) -> str:
+        """See Dataset."""
+        return content_fingerprint(self)
+
+    def _sample(self, row: int, record: dict[str, Any]) -> Sample:
+        sample = sample_of(self.records, self.decode, self.names, row, record)
+        return {name: fitted(value, self.fields.get(name)) for name, value in sample.items()}
+
+
+def open_records(records: Records, decode: Decode | None, names: tuple[str, ...] | None, ragged: bool) -> RecordDataset:
+    """A dataset of a file's records, with the fields of the first one.
+
+    Raises:
+        UserError: there are none, or the first cannot be trained on.
+    """
+    where = str(records.path)
+    if not len(records):
+        raise UserError(f"{where} holds no records", "give data with at least one sample")
+    first = sample_of(records, decode, names, 0, records.read([0])[0])
+    shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
+    fields = {
+        name: check_field(name, (len(records), *shapes[name]), value.dtype, where) for name, value in first.items()
+    }
+    return RecordDataset(records, decode, names, ragged, fields)
+
+
+def sample_of(
+    records: Records, decode: Decode | None, names: tuple[str, ...] | None, row: int, record: dict[str, Any]
+) -> Sample:
+    """A record's arrays; raises UserError naming it."""
+    try:
+        if decode is not None:
+            return named(decode(record), names)
+        chosen = choose(list(record), names, f"{records.path}, record {row},")
+        return named(records.plain({name: record[name] for name in record if name in chosen or name == KEY}), names)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{records.path}, record {row}: {with_place(error)}", "correct the record, or the function that decodes it"
+        ) from error
+
+
+def fitted(value: NDArray[Any], field: Field | None) -> NDArray[Any]:
+    """The value in the field's dtype where nothing is lost: whole numbers among floats, empty lists."""
+    if field is None or value.dtype == field.dtype:
+        return value
+    return value.astype(field.dtype) if not value.size or np.can_cast(value.dtype, field.dtype, "safe") else value
+
+
+class UnchangedFile:
+    """A file that is opened for each reading, for there may be more shards than descriptors; it must not change."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.seen = self._look(os.stat(path))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}", "correct the path of the data") from error
+
+    @staticmethod
+    def _look(status: os.stat_result) -> tuple[int, int]:
+        return status.st_size, status.st_mtime_ns
+
+    def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes at each (offset, length)."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                if self._look(os.fstat(file.fileno())) != self.seen:
+                    raise UserError(
+                        f"{self.path} has changed since the run opened it", "leave data alone while it is read"
+                    )
+                return [os.pread(file.fileno(), length, offset) for offset, length in parts]
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read: {error.strerror}", "make the file readable on every node"
+            ) from error

@@ -1,0 +1,96 @@
+"""Tar shards as WebDataset writes them: files that share a name up to its first dot are one sample."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.formats.records import KEY, UnchangedFile
+from hpctrain.errors import MissingExtra, UserError
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
+WHOLE_NUMBERS = ("cls", "cls2", "index", "inx", "id", "count")
+"""Extensions as WebDataset reads them."""
+
+
+class TarShard:
+    """Samples of one tar without compression, found by the headers of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.file = UnchangedFile(path)
+            self.samples = index_of(path)
+        except (OSError, tarfile.TarError) as error:
+            raise UserError(
+                f"{path} is not a tar file, or is damaged: {error}", "give tars without compression"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, rows: list[int]) -> list[dict[str, Any]]:
+        """See Records."""
+        parts = [place for row in rows for place in self.samples[row][1].values()]
+        contents = iter(self.file.read(parts))
+        return [{KEY: self.samples[row][0], **{name: next(contents) for name in self.samples[row][1]}} for row in rows]
+
+    def plain(self, record: dict[str, Any]) -> Any:
+        """See Records."""
+        where = f"{self.path}: {record[KEY]}"
+        return {name: decoded(name, value, where) for name, value in record.items() if name != KEY}
+
+
+def index_of(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    """Key, and (offset, length) by extension, of each sample in the order of the tar."""
+    samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            folder, _, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            if not member.isreg() or not stem or not extension:
+                continue
+            key, extension = f"{folder}/{stem}".lstrip("/"), extension.lower()
+            if not samples or samples[-1][0] != key:
+                samples.append((key, {}))
+            if extension in samples[-1][1]:
+                raise UserError(f"{path}: {member.name} is there twice", "write each file of a sample once")
+            samples[-1][1][extension] = (member.offset_data, member.size)
+    return samples
+
+
+def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
+    """A file's content as an array; nothing is unpickled."""
+    kind = extension.rpartition(".")[2]
+    readers: dict[str, Callable[[bytes], Any]] = {
+        "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
+        "json": json.loads,
+        **dict.fromkeys(WHOLE_NUMBERS, int),
+        **dict.fromkeys(IMAGES, picture),
+    }
+    if kind not in readers:
+        raise UserError(
+            f"{where}.{extension} is of a kind that is not read without being told how",
+            "give open_dataset(..., decode=function), or name only the fields to use",
+        )
+    try:
+        return np.asarray(readers[kind](content))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{where}.{extension} cannot be read: {error}", "write it again") from error
+
+
+def picture(content: bytes) -> NDArray[np.uint8]:
+    """uint8[height, width, 3]."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtra("pillow", "data") from error
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(image.convert("RGB"))

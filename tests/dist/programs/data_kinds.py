@@ -1,0 +1,33 @@
+"""Trains on each kind of data on these ranks, in run folders of each folder: data_kinds.py KINDS FOLDER:STEPS..."""
+
+import sys
+from pathlib import Path
+
+import hpctrain
+from hpctrain.config.sections import CheckpointConfig, MonitorConfig, ReduceConfig, TrainConfig
+from hpctrain.reduce.torch_reducer import NoReducer  # loads torch before MPI, as a task does
+
+TASK = Path(__file__).parents[2] / "support" / "torch_data_kinds_task.py"
+
+
+def main(folder: Path, steps: int, kinds: list[str]) -> None:
+    """One run, or the next part of it, for each kind."""
+    for kind in kinds:
+        config = hpctrain.Config(
+            name=kind,
+            run_dir=str(folder / f"run-{kind}"),
+            task=f"{TASK}:task",
+            task_args={"kind": kind, "folder": str(folder)},
+            train=TrainConfig(steps=steps, global_batch=8),
+            reduce=ReduceConfig(kind="mpi" if hpctrain.connect().size > 1 else "none"),
+            checkpoint=CheckpointConfig(verify_replicated=True),
+            monitor=MonitorConfig(enabled=False),
+        )
+        assert hpctrain.fit(config).step == steps
+
+
+if __name__ == "__main__":
+    assert NoReducer
+    for part in sys.argv[2:]:
+        folder, _, steps = part.rpartition(":")
+        main(Path(folder), int(steps), sys.argv[1].split(","))

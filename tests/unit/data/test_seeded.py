@@ -1,0 +1,75 @@
+"""torch Datasets that draw random numbers themselves: generators keyed by seed, epoch and sample."""
+
+import functools
+import random
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
+
+torch = pytest.importorskip("torch")
+LENGTH = 11
+
+
+class Noisy(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
+    """Draws from all three generators."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict:
+        return {"id": index, "x": np.array([random.random(), np.random.random(), float(torch.rand(()))])}
+
+
+def by_sample(rank: int, size: int, dataset=None, epoch: int = 0, seed: int = 5, **options) -> dict[int, bytes]:
+    data = TrainingData(dataset or open_dataset(Noisy()), Order(LENGTH, 4), rank, size, seed=seed, **options)
+    try:
+        batches = list(islice(data.starting_at(epoch, 0), data.order.batches_per_epoch))
+    finally:
+        data.close()
+    pieces = [piece for batch in batches for piece in batch.micro_batches]
+    return {int(i): x.tobytes() for piece in pieces for i, x in zip(piece["id"], piece["x"], strict=True)}
+
+
+def test_what_a_dataset_draws_depends_on_seed_epoch_and_sample_only() -> None:
+    alone = by_sample(0, 1)
+    assert len(set(alone.values())) == LENGTH
+    assert alone == by_sample(0, 1, prefetch=3, accumulate=2)
+    assert alone == by_sample(0, 3) | by_sample(1, 3) | by_sample(2, 3)
+    assert not set(alone.values()) & set(by_sample(0, 1, epoch=1).values())
+    assert not set(alone.values()) & set(by_sample(0, 1, seed=6).values())
+
+
+def test_worker_processes_draw_the_same() -> None:
+    assert by_sample(0, 1, open_dataset(functools.partial(Noisy)), workers=1) == by_sample(0, 1)
+
+
+def test_the_generators_of_the_model_are_left_alone() -> None:
+    def state() -> tuple:
+        legacy = np.random.get_state()
+        return random.getstate(), legacy[1].tobytes(), legacy[2], torch.get_rng_state().numpy().tobytes()
+
+    before = state()
+    dataset = open_dataset(Noisy())
+    by_sample(0, 1, dataset, prefetch=3)
+    first = np.concatenate([batch["x"] for batch in ValidationData(dataset, 4, 0, 1)])
+    assert state() == before
+    random.random()
+    assert np.array_equal(first, np.concatenate([batch["x"] for batch in ValidationData(dataset, 3, 0, 1)]))
+
+
+def test_datasets_of_tensors_are_read_ahead() -> None:
+    tensors = torch.utils.data.TensorDataset(torch.arange(6))
+    parts = torch.utils.data.ConcatDataset([torch.utils.data.Subset(tensors, [1, 3]), tensors])
+    data = TrainingData(open_dataset(parts, ["x"]), Order(8, 4, shuffle="none"), 0, 1, prefetch=2)
+    batches = data.starting_at(0, 0)
+    assert next(batches).micro_batches[0]["x"].tolist() == [1, 3, 0, 1]
+    assert "hpctrain-prefetch" in [thread.name for thread in threading.enumerate()]
+    data.close()
+    noisy = TrainingData(open_dataset(Noisy()), Order(LENGTH, 4), 0, 1, prefetch=2)
+    next(noisy.starting_at(0, 0))
+    assert "hpctrain-prefetch" not in [thread.name for thread in threading.enumerate()]
+    noisy.close()

@@ -1,0 +1,207 @@
+"""Streams: global batches from data that can only be read one sample after the other."""
+
+import json
+import tracemalloc
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from hpctrain import open_stream
+from hpctrain.data import Batch, StreamingData, StreamOrder
+from hpctrain.data.samples import Recipe
+from hpctrain.data.stream import is_stream
+from hpctrain.errors import UserError
+
+LENGTH = 23
+
+
+class Resumable:
+    """A stream with a position, whose random numbers depend on all that came before."""
+
+    def __init__(self, length: int | None = LENGTH) -> None:
+        self.length = length
+        self.index = 0
+        self.rng = np.random.default_rng(0)
+        self.made = 0
+
+    def __iter__(self):
+        while self.index != self.length:
+            self.index += 1
+            self.made += 1
+            yield {"id": np.int64(self.index - 1), "x": self.rng.normal(size=2)}
+        self.index = 0
+
+    def state_dict(self) -> dict:
+        state = self.rng.bit_generator.state["state"]
+        return {"index": self.index, "rng": [str(state["state"]), str(state["inc"])]}
+
+    def load_state_dict(self, saved: dict) -> None:
+        self.index = saved["index"]
+        state, inc = map(int, saved["rng"])
+        self.rng.bit_generator.state = {**self.rng.bit_generator.state, "state": {"state": state, "inc": inc}}
+
+
+class Again:
+    """A stream that always begins at its beginning."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __iter__(self):
+        rng = np.random.default_rng(0)
+        return ((np.int64(index), rng.normal(size=2)) for index in range(self.length))
+
+
+def make(source, rank: int = 0, size: int = 1, drop_last: bool = False, prefetch: int = 2, **options) -> StreamingData:
+    stream = open_stream(source, ("id", "x"))
+    return StreamingData(stream, StreamOrder(5, drop_last), rank, size, 2, prefetch, **options)
+
+
+def take(data: StreamingData, number: int, epoch: int = 0, batch: int = 0) -> list[Batch]:
+    try:
+        return list(islice(data.starting_at(epoch, batch), number))
+    finally:
+        data.close()
+
+
+def told(batches: list[Batch]) -> list[tuple]:
+    return [
+        (batch.epoch, batch.index, int(i), x.tobytes())
+        for batch in batches
+        for piece in batch.micro_batches
+        for i, x in zip(piece["id"], piece["x"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", [Resumable, Again])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_all_ranks_together_get_the_stream_in_order(kind, drop_last: bool) -> None:
+    alone = take(make(kind(), drop_last=drop_last), 12)
+    per_epoch = 20 if drop_last else LENGTH
+    ids = [i for _, _, i, _ in told(alone)]
+    assert ids == [index % per_epoch for index in range(len(ids))]
+    assert (
+        [batch.ends_epoch for batch in alone] == ([False] * 3 + [True]) * 3
+        if drop_last
+        else [(step + 1) % 5 == 0 for step in range(12)]
+    )
+    for size in (2, 3, 7):
+        ranks = [take(make(kind(), rank, size, drop_last), 12) for rank in range(size)]
+        assert told([part for step in zip(*ranks, strict=True) for part in step]) == told(alone)
+        for step, parts in enumerate(zip(*ranks, strict=True)):
+            assert np.array_equal(np.concatenate([part.sample_ids for part in parts]), alone[step].sample_ids)
+            assert {part.global_samples for part in parts} == {alone[step].global_samples}
+
+
+@pytest.mark.parametrize("kind", [Resumable, Again])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_it_resumes_at_every_batch_on_any_number_of_ranks(kind, drop_last: bool) -> None:
+    whole = told(take(make(kind(), drop_last=drop_last), 14))
+    for steps in range(14):
+        first = make(kind(), 0, 2, drop_last)
+        seen = take(first, steps)
+        saved = json.loads(json.dumps(first.state_dict()))
+        last = seen[-1] if seen else None
+        at = (0, 0) if last is None else (last.epoch + 1, 0) if last.ends_epoch else (last.epoch, last.index + 1)
+        rest = []
+        for rank in range(3):
+            data = make(kind(), rank, 3, drop_last)
+            data.load_state_dict(saved) if saved else None
+            rest.append(take(data, 14 - steps, *at))
+        done = {(epoch, index) for epoch, index, *_ in told(take(make(kind(), drop_last=drop_last), steps))}
+        joined = told([part for step in zip(*rest, strict=True) for part in step])
+        assert joined == [one for one in whole if one[:2] not in done]
+
+
+def test_a_position_is_taken_up_without_what_came_before() -> None:
+    data = make(Resumable(None))
+    take(data, 1000)
+    later = Resumable(None)
+    resumed = make(later)
+    resumed.load_state_dict(data.state_dict())
+    assert take(resumed, 1, 0, 1000)[0].micro_batches[0]["id"][0] == 5000
+    assert later.made < 50
+
+
+def test_memory_is_bounded_on_an_endless_stream() -> None:
+    data = make(Resumable(None))
+    batches = data.starting_at(0, 0)
+    for _ in range(50):
+        next(batches)
+    tracemalloc.start()
+    for _ in range(2000):
+        next(batches)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    data.close()
+    assert grown < 200_000, "10000 samples of more than 100 bytes each have gone through"
+
+
+def test_transforms_are_keyed_by_position_and_collate_gets_own_samples() -> None:
+    def noise(sample, rng):
+        return {**sample, "x": rng.normal(size=2)}
+
+    def collate(samples):
+        return {name: np.stack([sample[name] for sample in samples]) for name in ("id", "x")}
+
+    recipe = Recipe(noise, collate, 3)
+    alone = told(take(make(Again(), recipe=recipe), 7))
+    ranks = [take(make(Again(), rank, 2, recipe=recipe), 7) for rank in range(2)]
+    assert told([part for step in zip(*ranks, strict=True) for part in step]) == alone
+    assert len({x for *_, x in alone}) == len(alone)
+
+
+def failing():
+    yield 1
+    raise ValueError("bad line")
+
+
+class Failing(Again):
+    def __iter__(self):
+        return failing()
+
+
+class Shrinking(Again):
+    def __iter__(self):
+        self.length -= 3
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Again(0), "the stream Again gives no samples"),
+        (iter([1, 2]), "list_iterator can be read only once"),
+        (3, "int is no stream"),
+        (["a", "b"], "'x' has dtype <U1, which is not a number"),
+    ],
+)
+def test_what_is_no_stream(source, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_stream(source)
+
+
+def test_errors_of_a_stream_are_told() -> None:
+    with pytest.raises(UserError, match=r"Failing failed behind sample 1: ValueError: bad line \(test_stream.py"):
+        take(StreamingData(open_stream(Failing()), StreamOrder(5), 0, 1), 1)
+    with pytest.raises(UserError, match="Shrinking gives no samples in epoch 0 behind the first 20"):
+        take(make(Shrinking()), 1, 0, 4)
+    with pytest.raises(UserError, match=r"gives no samples in epoch 0\n.*global batch below 5"):
+        take(make(Again(4), drop_last=True), 1)
+
+
+def test_what_is_taken_for_a_stream() -> None:
+    assert is_stream(Resumable()) and is_stream(open_stream(Again()))
+    assert not is_stream({"x": [1]}) and not is_stream("a.h5") and not is_stream(["a.h5"])
+    torch = pytest.importorskip("torch")
+
+    class Lines(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
+        def __iter__(self):
+            return iter(torch.arange(6))
+
+    assert is_stream(Lines()) and not is_stream(torch.utils.data.TensorDataset(torch.arange(3)))
+    with pytest.raises(UserError, match="DataLoader gives batches, not samples"):
+        open_stream(torch.utils.data.DataLoader(Lines()))
+    data = StreamingData(open_stream(Lines()), StreamOrder(4), 0, 1)
+    assert [batch.micro_batches[0]["x"].tolist() for batch in take(data, 2)] == [[0, 1, 2, 3], [4, 5]]
