@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UserError
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
+from hpctrain.system.files import write_atomically
 
 if TYPE_CHECKING:
     from hpctrain.run.history import RunData

@@ -9,10 +9,11 @@ from typing import Any
 
 from hpctrain.errors import ExitCode, HpctrainError, Replaced
 from hpctrain.launch.attempt import Attempt, Launch, Limits
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord, merge
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.verdict import PREFLIGHT, Action, Verdict, replaced
+from hpctrain.system.files import write_atomically
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
 
@@ -55,7 +56,7 @@ def supervise(
         with lock.kept():  # by a thread as long as nothing is started; then by the attempt at each look
             number = run_dir.begin_attempt(host=socket.gethostname(), job_id=os.environ.get("SLURM_JOB_ID"), **facts)
             if run_yaml is not None:
-                write_atomically(run_dir.run_yaml, run_yaml.encode())
+                write_atomically(run_dir.run_yaml, run_yaml.encode(), run_dir.path)
             launch = prepare(make_launch, number)
         launch = lost(lock, number) or launch  # that took its time
         if isinstance(launch, Verdict):

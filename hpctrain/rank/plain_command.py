@@ -40,7 +40,8 @@ def main() -> int:
     word = first_word(rank(os.environ), processes.oom_kills())
     file = WordFile.of(run_dir, attempt, word)
     file.begin(word)
-    redirect(run_dir.log("x" if word.rank is None else word.rank, attempt), keep_stdout=word.rank == 0)
+    log = run_dir.log("x" if word.rank is None else word.rank, attempt)
+    redirect(log, run_dir.path, keep_stdout=word.rank == 0)
     signals = StopSignals()
     signals.install()
     # The program may be one of ours with a run folder of its own.

@@ -19,12 +19,13 @@ from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, HpctrainError, RunFailed
 from hpctrain.run import provenance
-from hpctrain.run.folder import RunDir, create_exclusively, current_attempt, write_atomically
+from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word, merge
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import decide
 from hpctrain.system import foreign_text, processes
+from hpctrain.system.files import create_exclusively, write_atomically
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.train.hooks import StopReason
@@ -132,7 +133,7 @@ class Session:
         """What a supervisor does at the start, for ranks that have none."""
         run_dir.create()
         self.holding.enter_context(LiveLock(run_dir, myself()).held())
-        write_atomically(run_dir.run_yaml, dump(config).encode())
+        write_atomically(run_dir.run_yaml, dump(config).encode(), run_dir.path)
         job = os.environ.get("SLURM_JOB_ID")
         return run_dir.begin_attempt(host=self.world.host, job_id=job, ranks=self.world.size, **provenance.of_run())
 
@@ -143,7 +144,7 @@ class Session:
         with self.phase("write into the run folder"):
             self.word_file().begin(self.word)
         if (self.supervised or self.world.size > 1) and not self.verbose:
-            self.user_stderr = redirect(self.log(), keep_stdout=self.world.rank == 0)
+            self.user_stderr = redirect(self.log(), run_dir.path, keep_stdout=self.world.rank == 0)
 
     def log(self) -> Path:
         """This rank's log."""
@@ -205,7 +206,7 @@ class Session:
         if self.run_dir is None:
             return True
         try:
-            return create_exclusively(self.word_file().path.with_name("told"), b"")
+            return create_exclusively(self.word_file().path.with_name("told"), b"", self.run_dir.path)
         except HpctrainError:
             return True
 

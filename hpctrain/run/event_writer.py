@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.run.events import Event, encode
-from hpctrain.run.folder import append_bytes, event_now
+from hpctrain.run.folder import event_now
+from hpctrain.system.files import append_bytes
 
 MOST_WAITING = 10_000
 """Events that are kept at most, some MiB; the oldest go first."""
@@ -61,7 +62,7 @@ class EventWriter:
     def _write(self) -> str | None:
         """Writes what waits, in order; why something still waits."""
         try:
-            written = append_bytes(self.path, b"".join(self.waiting))
+            written = append_bytes(self.path, b"".join(self.waiting), self.path.parent)
         except OSError as error:
             return f"{self.path} cannot be written: {error.strerror}"
         while self.waiting and written >= len(self.waiting[0]) - 1:  # the next write supplies a newline that is missing

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import re
-import secrets
-import socket
 import time
 import uuid
 from collections.abc import Mapping
@@ -16,11 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import Replaced, RunFailed, UserError
+from hpctrain.errors import Replaced, UserError
 from hpctrain.run import events, step_folder
 from hpctrain.run.documents import info_of, is_words
 from hpctrain.run.rank_environment import ATTEMPT
 from hpctrain.system import foreign_text, safe_read
+from hpctrain.system.files import (
+    Diverted,
+    append_bytes,
+    cannot_write,
+    create_exclusively,
+    make_folder,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
@@ -53,7 +59,7 @@ class RunDir:
     @property
     def numbers(self) -> Tickets:
         """One number an attempt, the fence between them: attempts/<number>.json and what the attempt adds to it."""
-        return Tickets(self.path / "attempts")
+        return Tickets(self.path / "attempts", self.path)
 
     @property
     def lock_file(self) -> Path:
@@ -110,8 +116,11 @@ class RunDir:
             UserError: it cannot be made or written.
         """
         try:
-            for folder in (self.path, self.monitor, self.ranks, self.checkpoints, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.monitor, self.ranks, self.checkpoints, self.logs):
+                make_folder(folder, self.path)
+        except Diverted as error:
+            fix = "remove it, or set run_dir to another folder; for more space, put the whole run folder elsewhere"
+            raise UserError(f"{error.strerror}", fix) from error
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be made: {error.strerror}",
@@ -186,10 +195,16 @@ class RunDir:
         return max((step for step in found if step is not None), default=None)
 
     def request_stop(self, by: str) -> None:
-        """Asks the run to save and stop; ``by`` says who asks. The first request stays, but for a signal's."""
-        replaces = is_signal(self.stop_requested_by() or "") and not is_signal(by)
-        with contextlib.suppress(FileExistsError), open(self.stop_file, "w" if replaces else "x") as file:
-            file.write(by + "\n")
+        """Asks the run to save and stop; ``by`` says who asks. The first request stays, but for a signal's.
+
+        Raises:
+            RunFailed: the STOP file cannot be made.
+        """
+        content = f"{by}\n".encode()
+        if is_signal(self.stop_requested_by() or "") and not is_signal(by):
+            write_atomically(self.stop_file, content, self.path)
+        else:
+            create_exclusively(self.stop_file, content, self.path)
 
     def stop_requested_by(self) -> str | None:
         """Who asked the run to stop, none if nobody did. An empty STOP file was made by a person."""
@@ -211,10 +226,10 @@ class RunDir:
         """
         line = events.encode(event_now(event, step, fields))
         try:
-            if append_bytes(self.monitor_events, line) != len(line):
+            if append_bytes(self.monitor_events, line, self.path) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise _cannot_write(self.monitor_events, error) from error
+            raise cannot_write(self.monitor_events, error) from error
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events of the run by time: both files merged, torn lines dropped, repeated steps resolved."""
@@ -239,8 +254,8 @@ class RunDir:
         try:
             before = _read_object(path)
         except OSError as error:
-            raise _cannot_write(path, error) from error
-        write_atomically(path, _json({**before, **fields}))
+            raise cannot_write(path, error) from error
+        write_atomically(path, _json({**before, **fields}), self.path)
         return self._summarise()
 
     def _summarise(self) -> dict[str, Any]:
@@ -252,10 +267,10 @@ class RunDir:
         written = b""
         try:
             while (content := _json(info := self._gather())) != written:
-                write_atomically(self.run_json, content)
+                write_atomically(self.run_json, content, self.path)
                 written = content
         except OSError as error:
-            raise _cannot_write(self.run_json, error) from error
+            raise cannot_write(self.run_json, error) from error
         return info
 
     def _gather(self) -> dict[str, Any]:
@@ -279,6 +294,8 @@ class Tickets:
     """Numbers that only go up: each is a file that exactly one process creates, and nobody changes or removes."""
 
     folder: Path
+    run: Path
+    """The run folder, below which no link is followed."""
 
     def path(self, number: int, what: str = "") -> Path:
         """The file that stands for a number, or one that says more about it."""
@@ -301,21 +318,21 @@ class Tickets:
     def make_folder(self) -> None:
         """Makes the folder. Raises RunFailed where it cannot be made."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, self.run)
         except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+            raise cannot_write(self.folder, error) from error
 
     def claim(self, number: int, content: bytes) -> bool:
         """Takes this number; False where another process has it. Raises RunFailed where it cannot be written."""
         self.make_folder()
-        return create_exclusively(self.path(number), content)
+        return create_exclusively(self.path(number), content, self.run)
 
     def take(self, content: bytes, above: int = 0) -> int:
         """Takes the next number, higher than ``above`` and than all that are taken. Raises RunFailed, see ``claim``."""
         try:
             number = max(above, self.newest()) + 1
         except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+            raise cannot_write(self.folder, error) from error
         while not self.claim(number, content):
             number += 1
         return number
@@ -350,64 +367,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file by one with this content; after a crash there is the old or the new one, never a mixture.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
-
-
 def event_now(event: str, step: int, fields: Mapping[str, Any]) -> events.Event:
     """An event of this process's attempt, and of now unless the fields tell its time."""
     return {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}
-
-
-def append_bytes(path: Path, lines: bytes) -> int:
-    """Appends whole lines in one write; how many bytes of them there was room for.
-
-    A line that a crash or a full disk tore before is closed first, so that it spoils nothing. Raises OSError.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        return max(0, os.write(handle, b"\n" * torn + lines) - torn)
-    finally:
-        os.close(handle)
-
-
-def create_exclusively(path: Path, content: bytes) -> bool:
-    """Makes a file with this content; False where it exists. Exactly one of many callers gets True, on NFS too.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        try:
-            os.write(handle, content)
-        finally:
-            os.close(handle)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    return True
-
-
-def _cannot_write(path: Path, error: OSError) -> RunFailed:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "free space or raise the quota there" if full else "check that the folder exists and may be written"
-    return RunFailed(f"cannot write {path}: {error.strerror}", f"{fix}, then run the same command again: it resumes")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
+"""Environment variables that tell Open MPI 5 where to make its session folder on this machine."""
 TETHER = "HPCTRAIN_TETHER"
 """Environment variable: ranks must die with the process that started them."""
 
@@ -50,17 +52,25 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
 
 
-def forget_session(environment: Mapping[str, str]) -> None:
-    """Removes what a killed mpirun that had this process's number has left; to be called where mpirun takes its place.
+@contextlib.contextmanager
+def own_session(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The environment for an mpirun whose session folder is this user's alone, and is removed at the end.
 
-    Open MPI 5 names its session folder by process number only, and does not start where there is one already ("The
-    PMIx server's listener thread failed to start").
+    Open MPI 5 names that folder by process number only (/tmp/ompi.<pid>), and does not start if there is one already
+    ("The PMIx server's listener thread failed to start"): one that a killed mpirun has left, that another user has
+    made, or that belongs to a process of the same number in another container.
 
     Args:
-        environment: that mpirun will have.
+        environment: that mpirun would have. If it names a folder for sessions, that one is used.
     """
-    base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
-    shutil.rmtree(f"{base}/ompi.{os.getpid()}", ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        ours: dict[str, str] = {}
+        if not any(name in environment for name in SESSION_BASES):
+            with contextlib.suppress(OSError):  # mpirun says it better
+                base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
+                folder = tempfile.TemporaryDirectory(prefix="hpctrain-mpi-", dir=base, ignore_cleanup_errors=True)
+                ours = {SESSION_BASES[0]: stack.enter_context(folder)}
+        yield {**environment, **ours}
 
 
 def adopt_orphans() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 from hpctrain.run.events import Event, decode
 from hpctrain.run.file_tail import Tail
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.run.history import run_config
 from hpctrain.system import foreign_text
+from hpctrain.system.files import write_atomically
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars
 

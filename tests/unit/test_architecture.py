@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "hpctrain"
 
 ROOMS: dict[str, str] = {
     "errors": "",
-    "system": "",
+    "system": "errors",
     "config": "errors system",
     "comm": "errors",
     "run": "errors system config",
@@ -32,7 +32,7 @@ ROOMS: dict[str, str] = {
     "launch": "errors system config comm run monitor",
     "report": "errors system run",
     "watch": "errors system run track launch",
-    "doctor": "errors system config comm run reduce launch",
+    "doctor": "errors system config comm reduce launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
     "commands": "errors system config comm run data train tasks frameworks checkpoint track rank registry launch "

@@ -17,8 +17,9 @@ from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, T
 from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, Job
 from hpctrain.config.loading import dump
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python
+from hpctrain.system.files import write_atomically
 
 PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": REST}
 """Parts by phase; every other phase computes."""

@@ -20,7 +20,8 @@ from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
+from hpctrain.system.files import write_atomically
 
 PENDING_WINDOWS = 8
 """Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
@@ -254,7 +255,7 @@ class Chief:
             path = self.folder.monitor / f"stack-{self.attempt}-{steps}-rank{rank}.txt"
             stack = case.stacks.get(rank, "no stack: the agent of this rank's node did not answer\n")
             try:
-                write_atomically(path, stack.encode())
+                write_atomically(path, stack.encode(), self.folder.path)
                 files[rank] = str(path.relative_to(self.folder.path))
             except RunFailed as error:  # the ranks are to be ended all the same
                 self.say(f"the monitor cannot write stacks: {error.what}", True)
@@ -304,7 +305,9 @@ class Chief:
             return
         self.shown = measures
         try:
-            write_atomically(self.folder.monitor / "live.json", json.dumps(self.live(measures)).encode())
+            write_atomically(
+                self.folder.monitor / "live.json", json.dumps(self.live(measures)).encode(), self.folder.path
+            )
         except RunFailed as error:
             self.say(f"the monitor cannot write its live view: {error.what}", False)
 
@@ -338,7 +341,7 @@ class Chief:
         self.write_live()
         if self.heat.used:
             try:
-                self.heat.save(self.folder.monitor / "heat.npz")
+                self.heat.save(self.folder.monitor / "heat.npz", self.folder.path)
             except RunFailed as error:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 

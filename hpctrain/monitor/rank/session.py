@@ -29,6 +29,7 @@ from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
 from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.system import foreign_text, python
+from hpctrain.system.files import make_folder, open_log
 
 DUMP_ON = signal.SIGRTMAX - 3
 """Signal on which a rank writes its stacks where py-spy may not read them; frameworks and schedulers leave it alone."""
@@ -152,7 +153,7 @@ def start_agent(
     meeting: dict[str, object] = {}
     if world.rank == 0:
         try:
-            folder.monitor.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.monitor, folder.path)
             listener = listen() if world.nodes > 1 else None
             port = listener.getsockname()[1] if listener else 0
             meeting = {"addresses": addresses() if listener else [], "port": port, "token": secrets.token_hex(32)}
@@ -195,7 +196,8 @@ def start_agent(
 def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[bytes]:
     """The process, in its own session, so that signals to the rank's group leave it alone."""
     environment = python.environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile() as stdin, open(folder.monitor / f"agent-{plan.node.node}.log", "ab") as log:
+    log_file = folder.monitor / f"agent-{plan.node.node}.log"
+    with tempfile.TemporaryFile() as stdin, os.fdopen(open_log(log_file, folder.path), "ab") as log:
         stdin.write(json.dumps(dataclasses.asdict(plan)).encode())
         stdin.seek(0)
         agent = subprocess.Popen(

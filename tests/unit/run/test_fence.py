@@ -92,7 +92,7 @@ def take_over(run: RunDir) -> LiveLock:
 
 @pytest.mark.slow
 def test_no_number_is_given_twice(run: RunDir) -> None:
-    program = "tickets = Tickets(run.path / 'n')\nfor _ in range(1000): print(tickets.take(b''))"
+    program = "tickets = Tickets(run.path / 'n', run.path)\nfor _ in range(1000): print(tickets.take(b''))"
     taken = sorted(map(int, outputs(run, program, 3)))
     assert taken == list(range(1, 3001))
 
@@ -142,8 +142,8 @@ def test_an_end_that_sleeps_in_its_fsync_takes_nothing_back(run: RunDir) -> None
     run.begin_attempt(host="slow")
     program = f"""{SLOW_DISK}
 once = os.replace
-def then_slow(*paths):
-    once(*paths)
+def then_slow(*paths, **folders):
+    once(*paths, **folders)
     os.replace, os.fsync = once, slow
 os.replace = then_slow
 run.end_attempt(1, job="killed")

@@ -59,10 +59,9 @@ def scratch_dir(named: str) -> Path:
 
 def write_error(folder: Path) -> str | None:
     """Why a file cannot be written there, or None."""
-    name = folder / f".hpctrain-probe-{socket.gethostname()}-{os.getpid()}"
     try:
-        name.write_bytes(b"x" * 4096)
-        name.unlink()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpctrain-probe-") as file:
+            file.write(b"x" * 4096)
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return None

@@ -20,13 +20,14 @@ from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import Submitted, record, settle, signal_s, submissions
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
 from hpctrain.run import live_lock, provenance
-from hpctrain.run.folder import RunDir, is_signal, write_atomically
+from hpctrain.run.folder import RunDir, is_signal
 from hpctrain.run.job import ALIVE
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
 from hpctrain.run.verdict import NODE, PREFLIGHT, REPLACED, Action, Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank
+from hpctrain.system.files import write_atomically
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""
@@ -200,7 +201,7 @@ def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
         run_dir.end_attempt(number, verdict=verdict.to_json())
         if words := run_dir.read_words(number):
             content = json.dumps({**words, "verdict": verdict.to_json()}, indent=1)
-            write_atomically(run_dir.words(number), content.encode() + b"\n")
+            write_atomically(run_dir.words(number), content.encode() + b"\n", run_dir.path)
     except HpctrainError as error:
         say(str(error))
 
