@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.files import listed, make_durable_folder, sync_folder, write_durably
+from hpctrain.checkpoint.format.files import listed, make_durable_folder, write_durably
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Manifest, shard_file
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.run import step_folder
+from hpctrain.system.files import sync_folder
 
 PARTIAL = ".partial-"
 """Prefix of a folder that is being written."""

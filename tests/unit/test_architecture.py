@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "data": "errors system",
     "reduce": "errors config comm",
     "train": "errors config comm data reduce",
-    "tasks": "errors comm",
+    "tasks": "errors system comm",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",
     "monitor": "errors system config comm run train",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
+from hpctrain.system.files import sync_folder
 
 BLOCK_BYTES = 8 << 20
 """Bytes of one system call."""
@@ -35,15 +36,6 @@ def write_durably(path: Path, data: NDArray[np.uint8] | bytes) -> None:
         position = 0
         while position < len(view):
             position += os.pwrite(descriptor, view[position : position + BLOCK_BYTES], position)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

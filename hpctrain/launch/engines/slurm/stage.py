@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import socket
 import sys
@@ -136,25 +135,19 @@ def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
 
 def _copy(source: Path, copy: Path) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
-    temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
-    read, written = hashlib.sha256(), hashlib.sha256()
-    with _explained(str(source), ROOM):
-        try:
-            with open(source, "rb") as reader, open(temporary, "wb") as writer:
-                while block := reader.read(BLOCK_BYTES):
-                    read.update(block)
-                    writer.write(block)
-            with open(temporary, "rb") as reader:
-                while block := reader.read(BLOCK_BYTES):
-                    written.update(block)
-            if read.digest() != written.digest():
-                raise RunFailed(
-                    f"{copy} on {socket.gethostname()} differs from what was written",
-                    f"exclude {socket.gethostname()}: its disk is broken",
-                )
-            os.replace(temporary, copy)
-        finally:
-            temporary.unlink(missing_ok=True)
+    read = hashlib.sha256()
+    with _explained(str(source), ROOM), replacement(copy) as temporary:
+        with open(source, "rb") as reader, open(temporary, "wb") as writer:
+            while block := reader.read(BLOCK_BYTES):
+                read.update(block)
+                writer.write(block)
+        with open(temporary, "rb") as reader:
+            written = hashlib.file_digest(reader, "sha256")
+        if read.digest() != written.digest():
+            raise RunFailed(
+                f"{copy} on {socket.gethostname()} differs from what was written",
+                f"exclude {socket.gethostname()}: its disk is broken",
+            )
 
 
 @contextlib.contextmanager
