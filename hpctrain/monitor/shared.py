@@ -11,12 +11,12 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitor.window import COLUMNS
+from hpctrain.system.processes import birth
 
 # Heartbeat: the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE = range(9)
@@ -80,7 +80,7 @@ class Slot:
     def join(self) -> None:
         """Says who this process is."""
         self.head[PID] = os.getpid()
-        self.head[STARTED] = start_ticks(os.getpid()) or 0
+        self.head[STARTED] = birth(os.getpid())
         self.head[MARKED_PHASE] = NO_PHASE
         self.head[MARKED_AT] = time.monotonic()  # else the silence before the first mark is the host's uptime
         self.head[STATE] = RUNNING
@@ -126,21 +126,3 @@ class Reader:
         rows[:, steps < 0] = 0
         oldest_kept = self.numbers[:, STEPS].max() - self.layout.rows + 1
         return rows if max(first, 0) >= oldest_kept else None
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot: tells it from a later one with its number."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
-
-
-def process_state(pid: int, started: float) -> str | None:
-    """The kernel's letter for what a process does (R, S, D, T, Z); None where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0] if int(fields[19]) == int(started) else None

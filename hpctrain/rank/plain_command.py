@@ -20,7 +20,7 @@ from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import RUN_DIR, STOP_SIGNAL
-from hpctrain.system import processes
+from hpctrain.system import cgroups, processes
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name
 
@@ -37,7 +37,7 @@ def main() -> int:
     """Runs the program to its end; 0 for good ends, so that launchers leave the other ranks alone."""
     run_dir, attempt = RunDir(Path(os.environ[RUN_DIR])), current_attempt()
     processes.die_with_parent()
-    word = first_word(rank(os.environ), processes.oom_kills())
+    word = first_word(rank(os.environ), cgroups.oom_kills())
     file = WordFile.of(run_dir, attempt, word)
     file.begin(word)
     log = run_dir.log("x" if word.rank is None else word.rank, attempt)

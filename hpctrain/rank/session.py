@@ -24,7 +24,7 @@ from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, colle
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import decide
-from hpctrain.system import foreign_text, processes
+from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively, write_atomically
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
@@ -140,7 +140,7 @@ class Session:
     def open(self, run_dir: RunDir) -> None:
         """Leaves the first word and sends output to its place."""
         self.run_dir = run_dir
-        self.word = first_word(self.world.rank, processes.oom_kills())
+        self.word = first_word(self.world.rank, cgroups.oom_kills())
         with self.phase("write into the run folder"):
             self.word_file().begin(self.word)
         if (self.supervised or self.world.size > 1) and not self.verbose:

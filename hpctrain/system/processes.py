@@ -24,19 +24,19 @@ TETHER = "HPCTRAIN_TETHER"
 
 def birth(pid: int) -> float:
     """When a process started, in clock ticks since boot: tells it from a later one of its number. 0 if it is gone."""
-    try:
-        return float(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except (OSError, IndexError):
-        return 0.0
+    fields = _stat(pid)
+    return float(fields[19]) if fields else 0.0
+
+
+def state(pid: int, born: float) -> str | None:
+    """The kernel's letter for what this very process does (R, S, D, T, Z); None if it is gone."""
+    fields = _stat(pid)
+    return fields[0] if fields and float(fields[19]) == born else None
 
 
 def is_alive(pid: int, born: float) -> bool:
     """Whether this very process of this machine lives; a zombie does not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return False
-    return float(fields[19]) == born and fields[0] not in "ZX"
+    return state(pid, born) not in (None, "Z", "X")
 
 
 def machine() -> str:
@@ -92,27 +92,6 @@ def end_descendants(patience_s: float) -> list[int]:
     return [process.pid for process in alive]
 
 
-def oom_kills(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many processes the kernel has killed for memory in this process's control group; None if it does not say."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            counter = cgroup_root / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            counter = cgroup_root / "memory" / path.lstrip("/") / "memory.oom_control"
-        else:
-            continue
-        with contextlib.suppress(OSError):
-            for entry in counter.read_text().splitlines():
-                if entry.startswith("oom_kill "):
-                    return int(entry.split()[1])
-    return None
-
-
 def kernel_killed_for_memory(pid: int) -> bool:
     """Whether the kernel's log says that it killed this process for memory. False where the log cannot be read."""
     try:
@@ -130,6 +109,14 @@ def kernel_killed_for_memory(pid: int) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat behind the name, which may hold anything; none if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _descendants() -> list[psutil.Process]:

@@ -30,11 +30,11 @@ from hpctrain.monitor.shared import (
     STATE,
     STEPS,
     Reader,
-    process_state,
 )
 from hpctrain.monitor.window import Window, condense
 from hpctrain.monitor.wire import Message
 from hpctrain.run import deaths
+from hpctrain.system import processes
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
@@ -140,7 +140,7 @@ class Node:
         """ended, gone, stopped or the kernel's letter."""
         if head[STATE] == FINISHED:
             return ENDED
-        letter = process_state(int(head[PID]), head[STARTED])
+        letter = processes.state(int(head[PID]), head[STARTED])
         return {None: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter or GONE)
 
     def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
@@ -190,7 +190,7 @@ class Node:
         """Ends the node's ranks and what they started, except for this agent."""
         for head in self.reader.heads():
             pid = int(head[PID])
-            if head[STATE] == JOINING or process_state(pid, head[STARTED]) is None:
+            if head[STATE] == JOINING or processes.state(pid, head[STARTED]) is None:
                 continue
             for member in [*family(pid), pid]:
                 if member != os.getpid():
