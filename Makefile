@@ -4,6 +4,7 @@
 # make torture  kill ranks 200 times at random moments, and resume; train every layer on 4 ranks; half an hour
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
+# make mutants  make 200 small mistakes in the modules that decide: tests have to see nine of ten; half an hour
 # make bench  measure on this machine what the documentation states; nothing else should run on it
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
@@ -11,7 +12,7 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint docs docs-pictures torture bench clean setup setup-dev
+.PHONY: demo test check lint docs docs-pictures torture mutants bench clean setup setup-dev
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml --reduce.kind horovod
@@ -40,6 +41,9 @@ docs-pictures: setup-dev
 torture: setup-dev
 	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py
 	HPCTRAIN_SWEEP_RANKS=4 $(BIN)/python -m pytest -q tests/dist/test_sweep.py
+
+mutants: setup-dev
+	$(BIN)/python -m tests.mutants.run
 
 bench: setup-dev
 	$(BIN)/python -m pytest -q tests/bench

@@ -42,7 +42,7 @@ def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path
     program = tmp_path / "priorities.py"
     program.write_text(
         "import os\n"
-        "from hpctrain.comm import horovod_setup\n"
+        "from hpctrain.reduce import horovod_setup\n"
         "from hpctrain.comm.world import connect\n"
         "def priorities():\n"
         "    return {task: os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir('/proc/self/task')}\n"
