@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import errno
+import os
 
 
 class ExitCode(enum.IntEnum):
@@ -20,22 +22,85 @@ class ExitCode(enum.IntEnum):
     """A repeated failure, or no progress: running again would waste the allocation. Or a newer attempt goes on."""
 
 
+class Code(enum.StrEnum):
+    """What went wrong, or how something ended, for programs: in run.json, last words, events and ``explain --json``.
+
+    Sentences are for people, and may be reworded at any time.
+    """
+
+    COMPLETED = "completed"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """On request."""
+    TIME_LIMIT = "time_limit"
+    """Stopped since the job's time was nearly over."""
+
+    USER_ERROR = "user_error"
+    """Run file, data, command line or environment; no more is known."""
+    EXCEPTION = "exception"
+    """Any error that no other code is more precise about."""
+    NAN = "nan"
+    """Loss, gradient or weights are not finite."""
+    NO_PROGRESS = "no_progress"
+    """Attempts came no further."""
+    DAMAGED_CHECKPOINT = "damaged_checkpoint"
+    UNREADABLE_CHECKPOINT = "unreadable_checkpoint"
+    """A file system does not give it now; nothing is known of what is in it."""
+    HOROVOD = "horovod"
+    """It is missing, or does not fit."""
+    IN_USE = "in_use"
+    """Another run, or a newer attempt, holds the run folder."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    KILLED = "killed"
+    HANG = "hang"
+    VANISHED = "vanished"
+    """A rank ended without a word."""
+    SINGLETONS = "singletons"
+    """Ranks do not find each other."""
+    STOP = "stop"
+    """Ranks did not stop in time."""
+
+    NODE = "node"
+    """A node was lost, or could not start its ranks."""
+    DISK_FULL = "disk_full"
+    READ_ONLY = "read_only"
+    """A file system that cannot be written."""
+    PREFLIGHT = "preflight"
+    """Something was wrong before any rank was started; no more is known."""
+
+    STRAGGLER = "straggler"
+    DATA_BOUND = "data_bound"
+    EXCHANGE_BOUND = "exchange_bound"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    UNKNOWN = "unknown"
+    """Nobody knows, or a version of hpctrain that has no codes, or newer ones, has written it."""
+
+    @classmethod
+    def read(cls, value: object) -> Code:
+        """The code that a record holds."""
+        return cls(value) if isinstance(value, str) and value in set(cls) else cls.UNKNOWN
+
+
 class HpctrainError(Exception):
-    """What went wrong in one sentence, how to fix it in another, and the exit code it ends the run with."""
+    """What went wrong in one sentence, how to fix it in another, a code, and the exit code it ends the run with."""
 
     exit_code = ExitCode.FAILURE
     """What a process that it ends exits with."""
+    code = Code.EXCEPTION
+    """Of errors of this class that are raised without one; ask ``code_of``, which looks at the error's cause too."""
 
-    def __init__(self, what: str, fix: str) -> None:
+    def __init__(self, what: str, fix: str, code: Code | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.fix = fix
+        self.code = code or self.code
 
     def __str__(self) -> str:
         return f"{self.what}\n  fix: {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.what, self.fix)
+        return type(self), (self.what, self.fix), {"code": self.code}
 
 
 class UserError(HpctrainError):
@@ -43,6 +108,7 @@ class UserError(HpctrainError):
 
     exit_code = ExitCode.USER_ERROR
     """64."""
+    code = Code.USER_ERROR
 
 
 class RunFailed(HpctrainError):
@@ -62,6 +128,8 @@ class Replaced(NoRequeue):
     Raised only where that was seen: a file server that does not answer is no reason.
     """
 
+    code = Code.IN_USE
+
     def __init__(
         self, what: str, fix: str = "nothing to do: the newer attempt resumes from the last checkpoint"
     ) -> None:
@@ -78,3 +146,35 @@ class MissingExtra(UserError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.package, self.extra)
+
+
+GENERAL = (Code.EXCEPTION, Code.USER_ERROR)
+"""Codes than which that of an error's cause is more precise."""
+BY_ERRNO = {
+    errno.ENOSPC: Code.DISK_FULL,
+    errno.EDQUOT: Code.DISK_FULL,
+    errno.EFBIG: Code.DISK_FULL,
+    errno.EROFS: Code.READ_ONLY,
+    errno.ENOMEM: Code.OUT_OF_MEMORY,
+}
+OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
+"""Names of the classes that Python, PyTorch and TensorFlow raise: none of these is imported here."""
+
+
+def code_of(error: BaseException) -> Code:
+    """The code of any error: its own, or the more precise one of the error that caused it."""
+    own = error.code if isinstance(error, HpctrainError) else _foreign(error)
+    if own in GENERAL and error.__cause__ is not None:
+        cause = code_of(error.__cause__)
+        return own if cause in GENERAL else cause
+    return own
+
+
+def _foreign(error: BaseException) -> Code:
+    if isinstance(error, OSError) and error.errno in BY_ERRNO:
+        return BY_ERRNO[error.errno]
+    # Of the host's memory PyTorch tells by the system's text in a RuntimeError.
+    is_memory = type(error) is RuntimeError and os.strerror(errno.ENOMEM) in str(error)
+    if is_memory or {kind.__name__ for kind in type(error).__mro__} & set(OUT_OF_MEMORY):
+        return Code.OUT_OF_MEMORY
+    return Code.EXCEPTION

@@ -24,6 +24,7 @@ from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig, Config
 from hpctrain.errors import UserError
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.provenance import versions
 from hpctrain.system import foreign_text
@@ -210,7 +211,7 @@ class CheckpointHook(BaseHook):
         path = str(outcome.path)
         if outcome.error:
             self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
-            return outcome.path_or_raise() if outcome.is_hopeless or outcome.is_replaced else outcome
+            return outcome.path_or_raise() if outcome.is_final else outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}
@@ -278,7 +279,7 @@ def checkpoint_hook(
     """
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
     attempt = current_attempt()
-    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: run_dir.check_fence(attempt))
+    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: Attempts(run_dir).check_fence(attempt))
     identity = identity_of(config, global_batch, fingerprint)
     return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, identity, report, hooks, fresh)
 

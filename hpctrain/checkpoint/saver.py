@@ -6,7 +6,6 @@ suits, and hands the result to ``advance()``: all ranks go from one stage to the
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from hpctrain.checkpoint.format.partition import partition
 from hpctrain.checkpoint.format.shard import ShardImage, host_buffer, skeleton
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError, NoRequeue, Replaced, RunFailed
+from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 SPARE_BYTES = 16 << 20
@@ -36,6 +35,8 @@ WRITE_TIMEOUT_S = 24 * 3600.0
 """Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
 LAYOUT = attrgetter("name", "shape", "dtype", "placement")
 """What decides where a tensor goes."""
+FINAL = (Code.IN_USE, Code.NAN)
+"""Why no later save of an attempt can succeed either, the strongest reason first."""
 
 
 class Stage(Enum):
@@ -60,10 +61,13 @@ class Outcome:
     """Seconds from the snapshot to the commit, seen from this rank."""
     error: str | None = None
     """Why there is no checkpoint, naming ranks."""
-    is_hopeless: bool = False
-    """Whether the reason is one that a new attempt would come to as well."""
-    is_replaced: bool = False
-    """Whether the reason is that a newer attempt has begun."""
+    code: Code | None = None
+    """The same for programs."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this attempt cannot save any more: it has been replaced, or its weights are spoiled."""
+        return self.code in FINAL
 
     def path_or_raise(self) -> Path:
         """The checkpoint's folder.
@@ -73,19 +77,18 @@ class Outcome:
             NoRequeue: the save failed and would fail again.
             RunFailed: the save failed.
         """
-        if self.is_replaced:
-            raise Replaced(f"the checkpoint of step {self.step} was not written: {self.error}")
-        if self.is_hopeless:
+        what = f"the checkpoint of step {self.step} was not written: {self.error}"
+        if self.code is Code.IN_USE:
+            raise Replaced(what)
+        if self.code is Code.NAN:
             raise NoRequeue(
-                f"the checkpoint of step {self.step} was not written: {self.error}",
+                what,
                 "a gradient was not finite though its loss was: look for roots, logarithms and divisions near 0; "
                 "train.clip_norm finds such a gradient before it reaches the weights",
+                Code.NAN,
             )
         if self.error:
-            raise RunFailed(
-                f"the checkpoint of step {self.step} was not written: {self.error}",
-                "free space or look for I/O errors; older checkpoints are untouched",
-            )
+            raise RunFailed(what, "free space or look for I/O errors; older checkpoints are untouched", self.code)
         return self.path
 
 
@@ -102,8 +105,7 @@ class Job:
     future: Future[Any]
     """Of the background work of this stage on this rank."""
     error: str | None = None
-    is_hopeless: bool = False
-    is_replaced: bool = False
+    code: Code | None = None
 
 
 class Saver:
@@ -227,7 +229,7 @@ class Saver:
         if job is None or not least[0]:
             return None
         if not least[1] and job.stage is not Stage.ABANDONING:
-            job.error, job.is_hopeless, job.is_replaced = self._reasons(job)
+            job.error, job.code = self._reasons(job)
             self._enter(job, Stage.ABANDONING, self.folder.discard, job.partial)
             return None
         if job.stage is Stage.WRITING:
@@ -255,14 +257,15 @@ class Saver:
     def _write(self, image: ShardImage, partial: Path) -> None:
         """On every rank, in the background."""
         if spoiled := image.first_not_finite(self.trained):
-            raise NoRequeue(f"{spoiled} is not finite", "no checkpoint is made of weights that nobody could go on with")
+            fix = "no checkpoint is made of weights that nobody could go on with"
+            raise NoRequeue(f"{spoiled} is not finite", fix, Code.NAN)
         self.folder.prepare_folder(partial)
         self._require_space(partial, image.buffer.size)
         file = shard_file(self.group.rank, self.group.size)
         leave_record(partial, file, image.write(partial / file))
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
-        """Raises OSError where there is no room: on rank 0 for what is missing of all shards, on others for theirs."""
+        """Raises RunFailed without room: on rank 0 for what is missing of all shards, on others for theirs."""
         missing = own_bytes
         if self.group.rank == 0:  # others may have begun; one rank that asks for all sizes is enough for the server
             missing = self.total_bytes - sum(entry.stat().st_size for entry in os.scandir(partial))
@@ -270,7 +273,7 @@ class Saver:
         available, needed = free.f_bavail * free.f_frsize, missing + SPARE_BYTES
         if available < needed:
             lack = f"{self.folder.path} has {available >> 20} MiB free, {needed >> 20} MiB are needed"
-            raise OSError(f"{os.strerror(errno.ENOSPC)}: {lack}")
+            raise RunFailed(f"No space left on device: {lack}", "free space there", Code.DISK_FULL)
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
@@ -297,18 +300,17 @@ class Saver:
         if self.group.rank == 0 and not job.error:
             self.thread.submit(self._clear)
         seconds = time.monotonic() - job.begin
-        path, why = self.folder.folder(job.step), (job.error, job.is_hopeless, job.is_replaced)
-        return Outcome(job.step, path, num_bytes, job.stall_s, seconds, *why)
+        return Outcome(job.step, self.folder.folder(job.step), num_bytes, job.stall_s, seconds, job.error, job.code)
 
-    def _reasons(self, job: Job) -> tuple[str, bool, bool]:
-        """What went wrong on which ranks, whether it would again, and whether a newer attempt has begun. Collective."""
+    def _reasons(self, job: Job) -> tuple[str, Code]:
+        """What went wrong on which ranks, and the code that says most about what follows. Collective."""
         error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
-        told = [mine, isinstance(error, NoRequeue), isinstance(error, Replaced)] if error else None
+        told = [mine, code_of(error)] if error else None
         all_told = self.group.allgather(told, "say why the checkpoint failed")
         reasons = [f"rank {rank}: {each[0]}" for rank, each in enumerate(all_told) if each]
-        hopeless, replaced = (any(each[place] for each in all_told if each) for place in (1, 2))
-        return "; ".join(reasons), hopeless, replaced
+        codes = [Code.read(each[1]) for each in all_told if each]
+        return "; ".join(reasons), next((code for code in (*FINAL, Code.DISK_FULL) if code in codes), codes[0])
 
     def _replacement(self) -> Replaced | None:
         """On rank 0, the newer attempt that has begun, if any: it may have swept what was being written."""

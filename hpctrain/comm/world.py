@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.comm.group import Group
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import Code, MissingExtra, UserError
 
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
@@ -101,6 +101,7 @@ def connect(expected: int | None = None) -> World:
         raise UserError(
             f"the launcher started {expected} ranks but MPI sees {world.size}: the ranks do not find each other",
             "start them with the mpirun (or srun --mpi type) of the MPI that mpi4py uses; hpctrain doctor names it",
+            Code.SINGLETONS,
         )
     return world
 

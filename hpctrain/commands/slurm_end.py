@@ -9,8 +9,9 @@ import socket
 from hpctrain.commands.slurm import show
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, submission
-from hpctrain.run import live_lock
+from hpctrain.run import live_lock, stop_request
 from hpctrain.run.folder import RunDir
+from hpctrain.run.stop_request import StopRequest
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 """States of jobs that have nothing to save."""
@@ -49,7 +50,7 @@ def request_stop(run: RunDir) -> None:
         UserError: the run folder cannot be written.
     """
     try:
-        run.request_stop(f"{getpass.getuser()}@{socket.gethostname()}")
+        stop_request.request_stop(run, StopRequest(f"{getpass.getuser()}@{socket.gethostname()}"))
     except RunFailed as error:
         fix = "ask the run's owner, or hpctrain cancel ends its job"
         raise UserError(f"{run.stop_file} cannot be made: {error.what}", fix) from error

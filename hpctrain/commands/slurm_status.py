@@ -29,7 +29,7 @@ def logs(args: argparse.Namespace) -> int:
     run = submission.folder(args.target)
     found = run_logs.find(run, args.rank, args.attempt)
     if args.first_error:
-        error = run_logs.first_error(found)
+        error = run_logs.first_error(run, found)
         said = {"file": str(error[0].path), "rank": error[0].rank, "text": error[1]} if error else {}
         show(args, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
         return ExitCode.DONE

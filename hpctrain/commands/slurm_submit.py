@@ -12,6 +12,7 @@ from hpctrain.commands.slurm import show
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.launch.engines.slurm import client, submission
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
 
@@ -93,4 +94,4 @@ def last_worked(run: RunDir) -> str:
     jobs = submission.submissions(run)
     begin = max((index for index, each in enumerate(jobs) if each.chain == 0 and each.replaces is None), default=0)
     ours = [each.job for each in jobs[begin:]]
-    return next((a["job"] for a in reversed(run.attempts()) if a.get("job") in ours), ours[-1] if ours else "")
+    return next((a.job for a in reversed(Attempts(run).all()) if a.job in ours), ours[-1] if ours else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -13,15 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.errors import ExitCode, Replaced, RunFailed
+from hpctrain.errors import Code, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from hpctrain.run.verdict import REPLACED, Action, Stop, Verdict, decide
+from hpctrain.run.stop_request import StopRequest, request_stop, stop_request
+from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
 from hpctrain.system.output import say
@@ -73,7 +77,7 @@ class Limits:
 
 
 @dataclass
-class Attempt:
+class WatchedAttempt:
     """One attempt as the supervisor sees it; ``run`` is all there is to call."""
 
     launch: Launch
@@ -107,9 +111,9 @@ class Attempt:
         first = died_first(self.run_dir, self.number, told)
         deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
-        attempts = [entry for entry in self.run_dir.attempts() if entry["attempt"] <= self.number]
+        attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]
         if attempts:
-            attempts[-1] = {**attempts[-1], "to_step": self.run_dir.newest_checkpoint_step()}
+            attempts[-1] = dataclasses.replace(attempts[-1], to_step=self.run_dir.newest_checkpoint_step())
         failure = self.failure
         if not all_ended_well(words, self.launch.ranks):
             log = self.run_dir.log("launcher", self.number)
@@ -152,7 +156,7 @@ class Attempt:
         try:
             self.lock.beat()
         except Replaced as error:
-            self.end(now, error.what, error.fix, REPLACED)
+            self.end(now, replaced(error))
         if self.passing is not None:
             self.passing.pump()
         self.take_signals(now)
@@ -164,7 +168,8 @@ class Attempt:
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
             grace = f"{self.limits.stop_grace_s:.0f} s"
-            self.end(now, f"the ranks did not stop within {grace} of the request", "raise launch.stop_grace_s", "stop")
+            what = f"the ranks did not stop within {grace} of the request"
+            self.end(now, failed_with(Code.STOP, what, "raise launch.stop_grace_s"))
             self.stop_deadline = float("inf")
         if now >= self.kill_at:
             self.kill_at = float("inf")
@@ -174,25 +179,27 @@ class Attempt:
         """The first signal asks the ranks to stop; a second Ctrl-C ends them."""
         received = self.signals.received
         if received and self.stop is None:
-            by = f"signal {signal.Signals(received[0]).name}"
+            request = StopRequest.of_signal(received[0])
             with contextlib.suppress(RunFailed):
-                self.run_dir.request_stop(by)
-            self.begin_stop(now, Stop(by, self.by_person(received[0])))
+                request_stop(self.run_dir, request)
+            self.begin_stop(now, request)
         if len(received) > 1 and received[-1] in PERSON_SIGNALS and self.failure is None:
-            self.end(now, "ended at once by a second Ctrl-C", "the same command resumes it", "stop")
+            what = "ended at once by a second Ctrl-C"
+            self.end(now, failed_with(Code.STOP, what, "the same command resumes it"))
 
     def take_stop_file(self, now: float) -> None:
         """A person, or hpctrain stop, has made the STOP file."""
-        if self.stop is None and (by := self.run_dir.stop_requested_by()) is not None:
-            self.begin_stop(now, Stop(by, by_person=not by.startswith("signal ") or self.by_person(_number(by))))
+        if self.stop is None and (request := stop_request(self.run_dir)) is not None:
+            self.begin_stop(now, request)
 
-    def begin_stop(self, now: float, stop: Stop) -> None:
+    def begin_stop(self, now: float, request: StopRequest) -> None:
         """Ranks see the STOP file themselves; from here on the clock runs."""
-        self.stop = stop
+        by_person = request.signal is None or self.by_person(request.signal)
+        self.stop = Stop(request.by, by_person, request.code)
         self.stop_deadline = now + self.limits.stop_grace_s
-        again = "; again to end at once" if stop.by == "signal SIGINT" else ""
+        again = "; again to end at once" if request.signal is signal.SIGINT else ""
         how = "after the current step, with a checkpoint" if self.launch.saves else "the command"
-        say(f"{stop.by}: stopping {how}{again}")
+        say(f"{request.by}: stopping {how}{again}")
 
     def look_at_ranks(self, now: float) -> None:
         """Ends an attempt that the launcher does not end by itself although a rank has failed, died or left."""
@@ -222,7 +229,8 @@ class Attempt:
         lasted_s = now - self.suspicion.setdefault(key, now)
         if lasted_s > patience_s and lasted_s > patience_s + launcher_messages.waits_s(self.launcher_text()):
             own_error = any(word.ending is Ending.FAILED for word in words)
-            self.end(now, "" if own_error else what, "see the rank's log", "killed" if key == "died" else "hang")
+            code = Code.KILLED if key == "died" else Code.HANG
+            self.end(now, None if own_error else failed_with(code, what, "see the rank's log"))
 
     def end_launcher(self, now: float, patience_s: float) -> None:
         """Does not wait for ever for what comes after the last words: MPI's end, and that of Slurm's step."""
@@ -234,10 +242,9 @@ class Attempt:
         here = word.host == socket.gethostname() and word.machine == processes.machine()
         return not here or processes.is_alive(word.pid, word.birth)
 
-    def end(self, now: float, reason: str, fix: str, cause: str) -> None:
-        """Has the launcher end all ranks, and kills what remains some seconds later."""
-        if reason:
-            self.failure = Verdict(Action.REQUEUE, ExitCode.FAILURE, reason, fix, cause=cause)
+    def end(self, now: float, failure: Verdict | None) -> None:
+        """Has the launcher end all ranks, and kills what remains some seconds later. ``failure`` is the reason."""
+        self.failure = failure or self.failure
         if self.process is not None and self.kill_at == float("inf"):
             self.kill_at = now + KILL_GRACE_S
             with contextlib.suppress(ProcessLookupError):
@@ -270,9 +277,3 @@ class Attempt:
             sys.stderr.write(text[self.shown_bytes :])
             sys.stderr.flush()
             self.shown_bytes = len(text)
-
-
-def _number(by: str) -> int:
-    with contextlib.suppress(KeyError):
-        return int(signal.Signals[by.removeprefix("signal ")])
-    return 0

@@ -8,12 +8,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import Code, ExitCode
 from hpctrain.launch import launcher_messages
 from hpctrain.run import deaths, events
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
-from hpctrain.run.verdict import NODE, Action, Verdict
+from hpctrain.run.verdict import Verdict, failed_with
 from hpctrain.system import cgroups, processes, safe_read
 
 FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
@@ -31,8 +31,10 @@ def complete(word: LastWord, seen: Sequence[launcher_messages.Death], words: Seq
     local = word.host == socket.gethostname()
     memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
     cause = launcher_messages.OUT_OF_MEMORY if memory else death.cause
-    code = 128 + death.signal if death.signal else death.exit_code
-    return dataclasses.replace(word, ending=Ending.KILLED, note=cause, exit_code=code)
+    exit_code = 128 + death.signal if death.signal else death.exit_code
+    by_signal = exit_code is not None and exit_code > 128
+    code = Code.OUT_OF_MEMORY if memory else Code.KILLED if by_signal else Code.VANISHED
+    return dataclasses.replace(word, ending=Ending.KILLED, note=cause, code=code, exit_code=exit_code)
 
 
 def ran_out_of_memory(word: LastWord) -> bool:
@@ -61,7 +63,7 @@ def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
             culprit = next((rank.get("rank") for rank in event.get("ranks", ())), None)
             what = str(event.get("sentence") or "no rank moved any more")
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
-            return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, culprit, cause="hang")
+            return failed_with(Code.HANG, what, fix, culprit)
     return None
 
 
@@ -95,7 +97,7 @@ def missing_ranks(
         return None  # the run's own mistake, whatever else happened
     if (host := launcher_messages.lost_node(text)) is not None:
         what, fix = f"{host or 'a node'} was lost: {last_line(text)}", "the same command resumes it"
-        return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, host=host or None, cause=NODE)
+        return failed_with(Code.NODE, what, fix, host=host or None)
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
     if silent := launcher_messages.silent(text, untold):
         return _lost(silent, untold[silent[0]])
@@ -109,7 +111,7 @@ def missing_ranks(
     dead = next((death for death in launcher_messages.deaths(text + banner) if death.rank in missing), None)
     told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text) or last_line(banner)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nobody says'}"
-    return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, f"see {log}", dead.rank if dead else None, cause="vanished")
+    return failed_with(Code.VANISHED, what, f"see {log}", dead.rank if dead else None)
 
 
 def _lost(ranks: Sequence[int], host: str) -> Verdict:
@@ -117,7 +119,7 @@ def _lost(ranks: Sequence[int], host: str) -> Verdict:
     several = f"ranks {', '.join(map(str, ranks[:8]))}" if len(ranks) > 1 else f"rank {ranks[0]}"
     what = f"{host} was lost, or Slurm's daemon on it: nothing was heard of {several} any more"
     fix = f"if it comes again, leave the host out (--exclude {host})"
-    return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, ranks[0], host, NODE)
+    return failed_with(Code.NODE, what, fix, ranks[0], host)
 
 
 def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> Verdict:
@@ -127,4 +129,4 @@ def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> Verd
     what = f"rank {ranks[0]} could not be started{where}: Slurm says {why!r}"
     log = f"slurmd's log{where} tells the cause"
     fix = f"{log}; if it comes again, leave the host out (--exclude {host})" if host else log
-    return Verdict(Action.REQUEUE, ExitCode.FAILURE, what, fix, ranks[0], host, NODE)
+    return failed_with(Code.NODE, what, fix, ranks[0], host)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from hpctrain.errors import ExitCode, HpctrainError, Replaced
-from hpctrain.launch.attempt import Attempt, Launch, Limits
+from hpctrain.errors import GENERAL, Code, ExitCode, HpctrainError, Replaced, code_of
+from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import LastWord, merge
+from hpctrain.run.last_words import LastWord
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.verdict import PREFLIGHT, Action, Verdict, replaced
-from hpctrain.system.files import write_atomically
+from hpctrain.run.verdict import Action, Verdict, replaced
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
 
@@ -22,7 +20,7 @@ def supervise(
     run_dir: RunDir,
     make_launch: Callable[[int], Launch],
     limits: Limits,
-    facts: Mapping[str, Any],
+    facts: Attempt,
     run_yaml: str | None = None,
     verbose: bool = False,
     by_person: Callable[[int], bool] | None = None,
@@ -34,7 +32,7 @@ def supervise(
         make_launch: what to start, given the attempt's number; called once the folder is ours, and may take long.
             Where it raises one of our errors nothing is started, and the error is the verdict.
         limits: times and counts.
-        facts: for the attempt's entry in run.json (ranks, hosts, job id, versions, git commit).
+        facts: what is known of the attempt beforehand, for its entry in run.json.
         run_yaml: the resolved run file, kept in the folder.
         verbose: show what the launcher says.
         by_person: tells signals of people from those of the scheduler.
@@ -54,15 +52,13 @@ def supervise(
     try:
         words: list[LastWord] = []
         with lock.kept():  # by a thread as long as nothing is started; then by the attempt at each look
-            number = run_dir.begin_attempt(host=socket.gethostname(), job_id=os.environ.get("SLURM_JOB_ID"), **facts)
-            if run_yaml is not None:
-                write_atomically(run_dir.run_yaml, run_yaml.encode(), run_dir.path)
+            number = Attempts(run_dir).begin(facts, run_yaml)
             launch = prepare(make_launch, number)
         launch = lost(lock, number) or launch  # that took its time
         if isinstance(launch, Verdict):
             verdict = launch
         else:
-            attempt = Attempt(launch, run_dir, number, lock, signals, limits, verbose)
+            attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose)
             attempt.by_person = by_person or attempt.by_person
             verdict, words = attempt.run()
         verdict = lost(lock, number) or verdict
@@ -78,14 +74,16 @@ def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | Verdi
     try:
         return make_launch(number)
     except HpctrainError as error:
-        return Verdict(Action.FAIL, error.exit_code, error.what, error.fix, cause=PREFLIGHT)
+        code = code_of(error)
+        code = Code.PREFLIGHT if code in GENERAL else code
+        return Verdict(Action.FAIL, error.exit_code, error.what, error.fix, code=code, before_ranks=True)
 
 
 def lost(lock: LiveLock, number: int) -> Verdict | None:
     """The verdict on an attempt that another has replaced; none on one that has its run folder still."""
     try:
         lock.check()
-        lock.run_dir.check_fence(number)
+        Attempts(lock.run_dir).check_fence(number)
     except Replaced as error:
         return replaced(error)
     except OSError as error:  # that it cannot be seen changes nothing
@@ -96,8 +94,7 @@ def lost(lock: LiveLock, number: int) -> Verdict | None:
 def record(run_dir: RunDir, number: int, verdict: Verdict, words: Sequence[LastWord]) -> None:
     """Writes verdict and last words into the run folder; on a full disk the exit code still tells the verdict."""
     try:
-        merge(run_dir, number, words, verdict.to_json())
-        run_dir.end_attempt(number, verdict=verdict.to_json(), hosts=sorted({word.host for word in words}))
+        Attempts(run_dir).end(number, verdict, words)
     except HpctrainError as error:
         if verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED):  # else the verdict is what the user must read
             say(str(error))

@@ -11,6 +11,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.monitor.rank.session import start as start_monitor
 from hpctrain.rank import wiring
 from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
@@ -96,7 +97,7 @@ def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> Non
     size = session.world.size
     saved: dict[str, Any] = {}
     if session.world.rank == 0:
-        saved = run_dir.info().get("reducer") or {}
+        saved = Attempts(run_dir).info().get("reducer") or {}
     saved = session.world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
     if saved.get("ranks") == size and framework.chosen_reducer is None:
         framework.chosen_reducer = saved["reducer"]
@@ -104,7 +105,7 @@ def keep_reducer(framework: Framework, session: Session, run_dir: RunDir) -> Non
     def announce(choice: Choice) -> None:
         if session.world.rank == 0:
             try:
-                run_dir.update(reducer={"ranks": size, **choice.to_event()})
+                Attempts(run_dir).update(reducer={"ranks": size, **choice.to_event()})
             except RunFailed as error:
                 session.warn(f"{error.what}; training continues, a resumed run measures its reducers again")
 

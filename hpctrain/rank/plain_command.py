@@ -15,7 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.errors import ExitCode, Replaced
+from hpctrain.errors import Code, ExitCode, Replaced
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
@@ -51,14 +52,14 @@ def main() -> int:
         child = subprocess.Popen(sys.argv[1:], env=environment, preexec_fn=processes.die_with_parent)  # noqa: PLW1509
     except OSError as error:
         what = f"cannot run {sys.argv[1]}: {error.strerror}"
-        why = ErrorWord(what, "correct launch.command", type(error).__name__, "")
+        why = ErrorWord(what, "correct launch.command", type(error).__name__, "", Code.USER_ERROR)
         file.end(failed(word, why, ExitCode.USER_ERROR))
         return ExitCode.USER_ERROR
     try:
         asked = watch(child, run_dir, attempt, word.rank, signals)
     except Replaced as error:
         end(child)
-        file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, ""), error.exit_code))
+        file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, "", error.code), error.exit_code))
         return error.exit_code
     last = ending(word, sys.argv[1], child.returncode, asked)
     file.end(dataclasses.replace(last, ended=time.time()))
@@ -100,7 +101,7 @@ def watch(
         if number == 0 and time.monotonic() >= next_look_at_fence:  # where it ends, the others are ended
             next_look_at_fence = time.monotonic() + BEAT_S
             with contextlib.suppress(OSError):  # a file server that does not answer now
-                run_dir.check_fence(attempt)
+                Attempts(run_dir).check_fence(attempt)
         if not asked and time.monotonic() >= next_look:
             next_look = time.monotonic() + POLL_S
             if asked := run_dir.stop_file.exists():
@@ -118,7 +119,7 @@ def ending(word: LastWord, program: str, code: int, asked: bool) -> LastWord:
         how = f"{program} was killed by {signal_name(-code)}"
     else:
         how = f"{program} ended with exit code {code}"
-    error = ErrorWord(how, "see the rank's log", "exit", "")
+    error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
 
 

@@ -17,15 +17,16 @@ from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
-from hpctrain.errors import ExitCode, HpctrainError, RunFailed
-from hpctrain.run import provenance
+from hpctrain.errors import ExitCode, HpctrainError, RunFailed, code_of
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir, current_attempt
-from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word, merge
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from hpctrain.run.verdict import decide
 from hpctrain.system import cgroups, foreign_text, processes
-from hpctrain.system.files import create_exclusively, write_atomically
+from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.train.hooks import StopReason
@@ -133,9 +134,7 @@ class Session:
         """What a supervisor does at the start, for ranks that have none."""
         run_dir.create()
         self.holding.enter_context(LiveLock(run_dir, myself()).held())
-        write_atomically(run_dir.run_yaml, dump(config).encode(), run_dir.path)
-        job = os.environ.get("SLURM_JOB_ID")
-        return run_dir.begin_attempt(host=self.world.host, job_id=job, ranks=self.world.size, **provenance.of_run())
+        return Attempts(run_dir).begin(Attempt(ranks=self.world.size), dump(config))
 
     def open(self, run_dir: RunDir) -> None:
         """Leaves the first word and sends output to its place."""
@@ -183,7 +182,7 @@ class Session:
         what, fix = message(error)
         trace = "".join(traceback.format_exception(error))
         code = exit_code(error)
-        self.end(Ending.FAILED, code, error=ErrorWord(what, fix, type(error).__name__, trace))
+        self.end(Ending.FAILED, code, error=ErrorWord(what, fix, type(error).__name__, trace, code_of(error)))
         unexpected = not isinstance(error, HpctrainError)
         shown = not (self.raises and self.world.size == 1)
         if shown and (self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1)):
@@ -240,10 +239,10 @@ class Session:
         with contextlib.suppress(HpctrainError, OSError):
             number = current_attempt()
             words = collect(self.run_dir, number)
-            verdict = decide(words, self.run_dir.attempts(), max_failures=sys.maxsize).to_json()
-            if len(words) == self.world.size and all(word.ending is not Ending.RUNNING for word in words):
-                merge(self.run_dir, number, words, verdict)
-            self.run_dir.end_attempt(number, verdict=verdict, hosts=sorted({word.host for word in words}))
+            attempts = Attempts(self.run_dir)
+            verdict = decide(words, attempts.all(), max_failures=sys.maxsize)
+            all_told = len(words) == self.world.size and all(word.ending is not Ending.RUNNING for word in words)
+            attempts.end(number, verdict, words, all_told)
         self.holding.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.errors import Replaced
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir, current_attempt
 from hpctrain.run.live_lock import BEAT_S
+from hpctrain.run.stop_request import BY_PERSON, StopRequest, stop_request
 from hpctrain.system.signals import StopSignals
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -71,7 +72,8 @@ class StopRequests(BaseHook):
         if flag == REPLACED:
             raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
         if training.world.rank == 0:
-            self.report("stop_requested", training.state.step, by=self.describe(flag))
+            asked = self.request_behind(flag)
+            self.report("stop_requested", training.state.step, by=asked.by, code=asked.code)
         return StopReason.REQUESTED
 
     def agree(self) -> int:
@@ -111,18 +113,18 @@ class StopRequests(BaseHook):
             return False
         self.next_look_at_fence = now + BEAT_S
         try:
-            self.run_dir.check_fence(self.attempt)
+            Attempts(self.run_dir).check_fence(self.attempt)
         except Replaced:
             return True
         except OSError:  # a file server that does not answer now
             pass
         return False
 
-    def describe(self, flag: int) -> str:
+    def request_behind(self, flag: int) -> StopRequest:
         """Who asked."""
         if flag == STOP_FILE:
-            return self.run_dir.stop_requested_by() or "STOP file"
-        return f"signal {signal.Signals(flag).name}"
+            return stop_request(self.run_dir) or BY_PERSON
+        return StopRequest.of_signal(flag)
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Completes what is still under way: all ranks come here after the same step."""

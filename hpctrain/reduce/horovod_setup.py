@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
+from hpctrain.errors import Code, UserError
 
 SETTINGS = {
     "HOROVOD_CYCLE_TIME": "2.5",
@@ -34,15 +34,17 @@ def load(framework: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] == "horovod":
-            raise UserError("Horovod is not installed", f"{BUILD}, or set reduce.kind: mpi") from error
-        raise UserError(f"{name} cannot be imported: {error}", f"{BUILD} --force") from error
+            raise UserError("Horovod is not installed", f"{BUILD}, or set reduce.kind: mpi", Code.HOROVOD) from error
+        raise UserError(f"{name} cannot be imported: {error}", f"{BUILD} --force", Code.HOROVOD) from error
     except ImportError as error:
-        raise UserError(f"{name} cannot be loaded: {error}", f"{BUILD} --force, in this environment") from error
+        what = f"{name} cannot be loaded: {error}"
+        raise UserError(what, f"{BUILD} --force, in this environment", Code.HOROVOD) from error
     libraries = mpi_libraries(Path("/proc/self/maps").read_text())
     if len(libraries) > 1:
         raise UserError(
             f"Horovod and mpi4py use different MPI libraries: {' and '.join(libraries)}",
             f"{BUILD} --force with the mpicc of mpi4py's MPI on PATH, or set reduce.kind: mpi",
+            Code.HOROVOD,
         )
     return module
 
@@ -85,6 +87,7 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> None:
         raise UserError(
             f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",
             f"{BUILD} --force: it was built without MPI or for another one",
+            Code.HOROVOD,
         )
 
 

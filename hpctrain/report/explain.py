@@ -1,17 +1,23 @@
 """What ended a run, or what slows it: one paragraph from the evidence in its folder.
 
-Rules are tried in order; the first that finds its evidence speaks. Where none does, the answer is ``unknown``.
+Rules are tried in order; the first that finds its evidence speaks. Where none does, the answer is ``unknown``. They
+decide by codes; what people read is made here, last.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.errors import Code
 from hpctrain.report.summary import phase_share, state
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.decision import blame
+from hpctrain.run.events import Event
 from hpctrain.run.history import RunData
+from hpctrain.run.last_words import AttemptWords
+from hpctrain.run.verdict import Verdict
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
@@ -27,10 +33,8 @@ COSTLY = 0.05
 class Explanation:
     """The answer."""
 
-    cause: str
-    """One word for scripts: completed, nan, out_of_memory, killed, node, hang, disk_full, singletons, user_error,
-    exception, damaged_checkpoint, unreadable_checkpoint, horovod, in_use, no_progress, stopped, time_limit, vanished,
-    straggler, data_bound, exchange_bound, running, unknown."""
+    cause: Code
+    """For scripts."""
     title: str
     """What happened, in one sentence."""
     evidence: tuple[str, ...] = ()
@@ -51,10 +55,10 @@ def explain(data: RunData) -> Explanation:
     """The first rule that applies, with what slows the run as further findings."""
     found = next((answer for rule in RULES if (answer := rule(data)) is not None), unknown(data))
     slow = [finding for rule in SLOW for finding in rule(data)]
-    if found.cause in ("completed", "running") and slow:
+    if found.cause in (Code.COMPLETED, Code.RUNNING) and slow:
         first = slow[0]
         title = found.title.rstrip(".") + "; " + first.title[0].lower() + first.title[1:]
-        cause = first.cause if found.cause == "running" else found.cause
+        cause = first.cause if found.cause is Code.RUNNING else found.cause
         rest = tuple(finding.title for finding in slow[1:])
         return Explanation(cause, title, (*found.evidence, *first.evidence), first.advice or found.advice, rest)
     findings = tuple(finding.title for finding in slow)
@@ -64,152 +68,86 @@ def explain(data: RunData) -> Explanation:
 # What ended the run
 
 
-@dataclass(frozen=True)
-class Error:
-    """How one attempt failed, as run.json and the last words tell."""
+TITLES: Mapping[Code, str] = {
+    Code.NAN: "The loss became NaN or infinite",
+    Code.SINGLETONS: "The ranks did not find each other",
+    Code.DISK_FULL: "A disk was full",
+    Code.READ_ONLY: "A file system cannot be written",
+    Code.UNREADABLE_CHECKPOINT: "A file system did not give a checkpoint",
+    Code.DAMAGED_CHECKPOINT: "No sound checkpoint was found",
+    Code.HOROVOD: "Horovod cannot be used",
+    Code.OUT_OF_MEMORY: "Memory ran out",
+    Code.IN_USE: "Another live run holds the run folder",
+    Code.PREFLIGHT: "The job could not begin",
+    Code.KILLED: "A rank was killed",
+    Code.NODE: "A node failed",
+    Code.HANG: "The run hung",
+    Code.VANISHED: "A rank ended without a word",
+    Code.STOP: "The ranks did not stop in time",
+    Code.TIME_LIMIT: "The time limit came near and the run stopped",
+    Code.STOPPED: "The run was asked to stop",
+    Code.USER_ERROR: "The run file, its data or its environment is wrong",
+    Code.NO_PROGRESS: "Attempts came no further",
+    Code.EXCEPTION: "A rank failed with an error",
+}
+"""What each code of a failure says to people."""
+GENERAL = (Code.USER_ERROR, Code.EXCEPTION, Code.NO_PROGRESS, Code.UNKNOWN)
+"""Codes of failures than which a hang that the monitor saw is more precise."""
 
-    attempt: int
-    rank: int | None
-    host: str | None
-    what: str
-    fix: str
-    type: str
-    cause: str
 
-    @property
-    def where(self) -> str:
-        """Rank and host, as far as they are known."""
-        if self.rank is None:
-            return f"attempt {self.attempt}"
-        return f"rank {self.rank}{f' on {self.host}' if self.host else ''}, attempt {self.attempt}"
-
-
-def newest_error(data: RunData) -> Error | None:
-    """The failure that ended the newest attempt; none where it ended well or has not ended."""
+def newest_attempt(data: RunData) -> Attempt | None:
+    """The newest attempt that run.json tells of."""
     attempts = data.info.get("attempts") or []
-    if not attempts:
-        return None
-    number = int(attempts[-1]["attempt"])
-    verdict = attempts[-1].get("verdict") or data.words.get(number, {}).get("verdict") or _own_verdict(data, number)
-    if verdict.get("action") in (None, "done", "stop") or int(verdict.get("exit_code") or 0) in (0, 75):
-        return None
-    error: dict[str, Any] = next(
-        (word["error"] for word in _failed_words(data, number) if word.get("rank") == verdict.get("rank")), {}
-    )
-    return Error(
-        attempt=number,
-        rank=verdict.get("rank"),
-        host=verdict.get("host"),
-        what=str(verdict.get("reason") or ""),
-        fix=str(verdict.get("fix") or ""),
-        type=str(error.get("type", "")),
-        cause=str(verdict.get("cause") or ""),
-    )
+    return Attempt.from_json(attempts[-1]) if attempts else None
 
 
-def _own_verdict(data: RunData, attempt: int) -> dict[str, Any]:
+def newest_failure(data: RunData) -> Verdict | None:
+    """The verdict on the newest attempt if it failed; none where it ended well or has not ended."""
+    attempt = newest_attempt(data)
+    if attempt is None:
+        return None
+    words = data.words.get(attempt.number)
+    verdict = attempt.verdict or (words and (words.verdict or _own_verdict(words)))
+    return verdict if verdict and verdict.is_failure else None
+
+
+def _own_verdict(words: AttemptWords) -> Verdict | None:
     """What the first failed rank said, where no supervisor lived to conclude anything from it."""
-    for word in _failed_words(data, attempt):
-        error = word["error"]
-        found = {"action": "requeue", "exit_code": word.get("exit_code") or 70, "cause": "error"}
-        return {
-            **found,
-            "reason": error["what"],
-            "fix": error["fix"],
-            "rank": word.get("rank"),
-            "host": word.get("host"),
-        }
-    return {}
+    failed = [word for word in words.ranks if word.error]
+    return blame(failed) if failed else None
 
 
-def _failed_words(data: RunData, attempt: int) -> list[dict[str, Any]]:
-    words = [word for word in data.words.get(attempt, {}).get("ranks", []) if word.get("error")]
-    return sorted(words, key=lambda word: float(word.get("ended") or 0))
+def hang(data: RunData) -> Event | None:
+    """The newest hang that the monitor saw in the newest attempt, unless that got out of it."""
+    attempt = newest_attempt(data)
+    seen = [event for event in data.rare.get("hang", []) if attempt and event["attempt"] == attempt.number]
+    return seen[-1] if seen and seen[-1].get("state") != "cleared" else None
 
 
-PATTERNS: Sequence[tuple[str, str, str]] = (
-    ("nan", r"is not finite", "The loss became NaN or infinite"),
-    (
-        "singletons",
-        r"launcher started \d+ ranks but MPI sees|ranks do not find each other|believe to be alone",
-        "The ranks did not find each other",
-    ),
-    ("disk_full", r"No space left|Disk quota|File too large", "A disk was full"),
-    ("unreadable_checkpoint", r"cannot be read now", "A file system did not give a checkpoint"),
-    ("damaged_checkpoint", r"checkpoints?\b.*(damaged|none is sound|checksum)", "No sound checkpoint was found"),
-    ("horovod", r"Horovod (is not installed|and mpi4py)|horovod\.\w+ cannot be", "Horovod cannot be used"),
-    ("out_of_memory", r"out of memory|OutOfMemory|MemoryError|Cannot allocate", "Memory ran out"),
-    (
-        "in_use",
-        r"in use by another live run|been (replaced|taken over) by",
-        "Another live run holds the run folder",
-    ),
-    ("read_only", r"Read-only file system", "A file system cannot be written"),
-    ("preflight", r"^preflight: ", "The job's own checks before the start found a fault"),
-)
-"""Cause, what its error says, and the sentence for it; the first match counts."""
-
-
-def by_message(data: RunData) -> Explanation | None:
-    """An error whose text tells its cause."""
-    error = newest_error(data)
-    if error is None:
+def by_cause(data: RunData) -> Explanation | None:
+    """A failure whose cause is known."""
+    failure = newest_failure(data)
+    if failure is None or failure.code in GENERAL:
         return None
-    for cause, pattern, title in PATTERNS:
-        if re.search(pattern, error.what):
-            return _of_error(cause, title, error)
-    return None
-
-
-def by_verdict(data: RunData) -> Explanation | None:
-    """What the supervisor found out about ranks that could not speak."""
-    error = newest_error(data)
-    titles = {
-        "out_of_memory": "The kernel ended a rank because memory ran out",
-        "killed": "A rank was killed",
-        "node": "A node failed",
-        "hang": "The run hung",
-        "vanished": "A rank ended without a word",
-        "stop": "The ranks did not stop in time",
-        "preflight": "The job could not begin",
-    }
-    if error is None or error.cause not in titles:
-        return None
-    hangs = [event for event in data.rare.get("hang", []) if event["attempt"] == error.attempt]
-    evidence = [str(event["sentence"]) for event in hangs[-1:] if event.get("sentence")]
-    return _of_error(error.cause, titles[error.cause], error, evidence)
+    seen = str((hang(data) or {}).get("sentence") or "")
+    return _of_failure(data, failure, [seen] if seen and seen not in failure.reason else [])
 
 
 def by_hang(data: RunData) -> Explanation | None:
     """The monitor reported a hang in an attempt that did not end well, or has not ended."""
-    hang = data.last("hang")
-    attempts = data.info.get("attempts") or [{}]
-    if (
-        not hang
-        or state(data) not in ("failed", "running", "unknown")
-        or hang["attempt"] != attempts[-1].get("attempt")
-    ):
+    seen = hang(data)
+    if seen is None or state(data) not in ("failed", "running", "unknown"):
         return None
-    if hang.get("state") == "cleared":
-        return None
-    said = str(hang.get("sentence") or f"no step completed after step {hang['step']}")
+    said = str(seen.get("sentence") or f"no step completed after step {seen['step']}")
     return Explanation(
-        "hang", "The run hangs", (said,), "look at the stacks in monitor/, then hpctrain stop or cancel it"
+        Code.HANG, "The run hangs", (said,), "look at the stacks in monitor/, then hpctrain stop or cancel it"
     )
 
 
-def by_error(data: RunData) -> Explanation | None:
-    """Any other error: the user's mistake, or an exception."""
-    error = newest_error(data)
-    if error is None:
-        return None
-    if error.type in ("UserError", "MissingExtra"):
-        return _of_error("user_error", "The run file, its data or its environment is wrong", error)
-    if "in a row failed" in error.what or "come no further" in error.what:
-        return _of_error("no_progress", "Attempts came no further", error)
-    if error.type:
-        return _of_error("exception", f"A rank failed with {error.type}", error)
-    return _of_error("unknown", "The run failed", error)
+def by_failure(data: RunData) -> Explanation | None:
+    """Any other failure: the user's mistake, an exception, or what nobody has given a code."""
+    failure = newest_failure(data)
+    return _of_failure(data, failure) if failure else None
 
 
 def by_stop(data: RunData) -> Explanation | None:
@@ -218,14 +156,14 @@ def by_stop(data: RunData) -> Explanation | None:
         return None
     request = data.last("stop_requested")
     by = str(request.get("by") or "a request")
-    timed = "USR1" in by or "time limit" in by
+    attempt = newest_attempt(data)
+    told = attempt.verdict.code if attempt and attempt.verdict else Code.UNKNOWN
+    timed = Code.TIME_LIMIT in (told, Code.read(request.get("code")))
+    code = Code.TIME_LIMIT if timed else Code.STOPPED
     where = f"{by} was seen at step {request['step']}" if request else f"{by} was seen"
     saved = data.last("checkpoint_saved")
     kept = f"the newest checkpoint is of step {saved['step']}" if saved else "no checkpoint was saved"
-    title = "The time limit came near and the run stopped" if timed else "The run was asked to stop"
-    return Explanation(
-        "time_limit" if timed else "stopped", title, (where, kept), "the same command goes on from there"
-    )
+    return Explanation(code, TITLES[code], (where, kept), "the same command resumes from there")
 
 
 def by_completion(data: RunData) -> Explanation | None:
@@ -238,18 +176,22 @@ def by_completion(data: RunData) -> Explanation | None:
     title = "The run ended early: its metric no longer improved" if reached == "early_stop" else "The run completed"
     attempts = len(data.info.get("attempts") or [1])
     evidence = f"it reached step {step} in {attempts} attempt{'s' if attempts > 1 else ''}"
-    return Explanation("completed", title, (evidence,))
+    return Explanation(Code.COMPLETED, title, (evidence,))
 
 
 def by_life(data: RunData) -> Explanation | None:
     """Still going on."""
     if state(data) != "running" or not data.train:
         return None
-    return Explanation("running", "The run goes on")
+    return Explanation(Code.RUNNING, "The run goes on")
 
 
 def unknown(data: RunData) -> Explanation:
-    """No evidence."""
+    """No evidence, or none that has a code: then the verdict's own words are shown."""
+    attempt = newest_attempt(data)
+    if attempt and attempt.verdict and attempt.verdict.reason:
+        verdict = attempt.verdict
+        return Explanation(Code.UNKNOWN, "The newest attempt has ended", (verdict.reason,), verdict.fix.rstrip("."))
     missing = [
         name
         for name, there in (("events", data.counts), ("run.json", data.info), ("last words", data.words))
@@ -259,7 +201,7 @@ def unknown(data: RunData) -> Explanation:
         f"the run folder has no {', no '.join(missing)}" if missing else "nothing in the run folder says how it ended"
     )
     return Explanation(
-        "unknown", "It is unknown what ended this run", (evidence,), "look at the job's own log and at logs/"
+        Code.UNKNOWN, "It is unknown what ended this run", (evidence,), "look at the job's own log and at logs/"
     )
 
 
@@ -275,7 +217,7 @@ def stragglers(data: RunData) -> list[Explanation]:
             worst[key] = max(worst.get(key, event), event, key=lambda each: each.get("cost") or 0)
     ordered = sorted(worst.values(), key=lambda event: -(event.get("cost") or 0))
     return [
-        Explanation("straggler", _capital(str(event.get("sentence") or f"rank {event.get('rank')} is slow")), (), "")
+        Explanation(Code.STRAGGLER, _capital(str(event.get("sentence") or f"rank {event.get('rank')} is slow")), (), "")
         for event in ordered[:3]
         if event.get("rank") is not None or event.get("host")
     ]
@@ -289,13 +231,13 @@ def phases(data: RunData) -> list[Explanation]:
     found = []
     if share.get("data", 0) > DATA_BOUND:
         advice = "raise data.workers or data.prefetch_batches, or pack the data contiguously with hpctrain data pack"
-        found.append(Explanation("data_bound", f"{share['data']:.0%} of the time waits for data", (), advice))
+        found.append(Explanation(Code.DATA_BOUND, f"{share['data']:.0%} of the time waits for data", (), advice))
     if share.get("exchange", 0) > EXCHANGE_BOUND:
         advice = (
             "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; hpctrain bench step measures"
         )
         title = f"{share['exchange']:.0%} of the time waits for the exchange of gradients"
-        found.append(Explanation("exchange_bound", title, (), advice))
+        found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice))
     return found
 
 
@@ -307,17 +249,23 @@ def failed_checkpoints(data: RunData) -> list[Explanation]:
     count = data.counts.get("checkpoint_failed", 1)
     which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
     title = f"{which} could not be written, the last at step {failed['step']}: {failed.get('error')}"
-    return [Explanation("checkpoint_failed", title, (), "free space in the run folder")]
+    return [Explanation(Code.CHECKPOINT_FAILED, title, (), "free space in the run folder")]
 
 
 Rule = Callable[[RunData], Explanation | None]
-RULES: tuple[Rule, ...] = (by_message, by_verdict, by_hang, by_error, by_stop, by_completion, by_life)
+RULES: tuple[Rule, ...] = (by_cause, by_hang, by_failure, by_stop, by_completion, by_life)
 SLOW = (stragglers, failed_checkpoints, phases)
 
 
-def _of_error(cause: str, title: str, error: Error, more: Sequence[str] = ()) -> Explanation:
-    said = error.what if error.rank is None or f"rank {error.rank}" in error.what else f"{error.where}: {error.what}"
-    return Explanation(cause, title, (said, *more), error.fix.rstrip("."))
+def _of_failure(data: RunData, failure: Verdict, more: Sequence[str] = ()) -> Explanation:
+    attempt = newest_attempt(data)
+    host = f" on {failure.host}" if failure.host else ""
+    where = f"rank {failure.rank}{host}, attempt {attempt.number}: " if attempt else ""
+    told = failure.rank is None or f"rank {failure.rank}" in failure.reason
+    title = TITLES.get(failure.code, "The run failed")
+    return Explanation(
+        failure.code, title, (failure.reason if told else where + failure.reason, *more), failure.fix.rstrip(".")
+    )
 
 
 def _capital(text: str) -> str:

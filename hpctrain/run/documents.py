@@ -11,7 +11,7 @@ MOST_WORD_BYTES = 1 << 18
 """Of one rank's last word."""
 NUMBERED = (is_count, None)
 VERDICT = {
-    **dict.fromkeys(("action", "reason", "fix", "host", "cause"), TEXT),
+    **dict.fromkeys(("action", "reason", "fix", "host", "code", "cause"), TEXT),
     "exit_code": (int, None),
     "rank": NUMBERED,
 }
@@ -33,7 +33,7 @@ def _is_error(value: object) -> bool:
 WORD = {
     **dict.fromkeys(("rank", "pid", "step", "oom_kills"), NUMBERED),
     **dict.fromkeys(("birth", "started", "ended"), (float, None)),
-    **dict.fromkeys(("host", "ending", "weights_hash", "note", "machine"), TEXT),
+    **dict.fromkeys(("host", "ending", "weights_hash", "note", "code", "machine"), TEXT),
     "exit_code": (int, None),
     "error": (_is_error, None),
 }

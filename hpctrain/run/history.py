@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from hpctrain.config.values import read_yaml
 from hpctrain.errors import UserError
-from hpctrain.run.documents import MOST_WORD_BYTES, is_word
+from hpctrain.run import last_words
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import COMMON, REPEATED, Decoder, Event
 from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import AttemptWords
 from hpctrain.system import bounded_yaml, safe_read
 from hpctrain.system.json_shape import fits, is_number
 
@@ -58,7 +60,7 @@ class RunData:
     """All other events by name, by time."""
     counts: dict[str, int]
     """Events by name, repeated ones included."""
-    words: dict[int, dict[str, Any]] = field(default_factory=dict)
+    words: dict[int, AttemptWords] = field(default_factory=dict)
     """Last words by attempt."""
     notes: tuple[str, ...] = ()
     """What was left out, for people: events that somebody else has written."""
@@ -81,7 +83,7 @@ def read(run_dir: RunDir) -> RunData:
         for event in decoder.events(safe_read.lines(path)):
             columns.add(event)
     try:
-        info = run_dir.info()
+        info = Attempts(run_dir).info()
     except UserError:  # a damaged run.json must not hide the rest of the run
         info = {}
     attempts = sorted({int(entry["attempt"]) for entry in info.get("attempts", [])} | set(starts))
@@ -94,7 +96,7 @@ def read(run_dir: RunDir) -> RunData:
         metrics=columns.series(columns.metrics),
         rare={name: sorted(events, key=lambda event: event["time"]) for name, events in columns.rare.items()},
         counts=dict(columns.counts),
-        words={attempt: words for attempt in attempts if (words := _words(run_dir, attempt))},
+        words={attempt: words for attempt in attempts if (words := last_words.read(run_dir, attempt))},
         notes=tuple(f"{path}: {decoder.note}" for path, decoder in decoders.items() if decoder.note),
     )
 
@@ -164,21 +166,6 @@ class Columns:
         for name, value in values.items():
             if name not in NOT_PLOTTED and is_number(value):
                 columns[name].extend((event["step"], event["time"], value))
-
-
-def _words(run_dir: RunDir, attempt: int) -> dict[str, Any]:
-    """Last words, merged; where nobody could merge them (full disk, dead supervisor), what each rank left by itself."""
-    merged = run_dir.read_words(attempt)
-    if merged:
-        return merged
-    ranks = []
-    for path in sorted((run_dir.ranks / str(attempt)).glob("*.json")):
-        try:
-            word = safe_read.read_json(path, MOST_WORD_BYTES)
-        except (OSError, ValueError):
-            continue
-        ranks += [word] if is_word(word) else []
-    return {"ranks": ranks} if ranks else {}
 
 
 _is_config = fits({"name": (str, None), **dict.fromkeys(("launch", "train", "track", "task_args"), (dict, None))})

@@ -12,14 +12,16 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.run.documents import MOST_WORD_BYTES, is_word
+from hpctrain.errors import Code
+from hpctrain.run.documents import MOST_WORD_BYTES, is_word, is_words
 from hpctrain.run.folder import RunDir
+from hpctrain.run.verdict import Verdict
 from hpctrain.system import files, safe_read
 from hpctrain.system.processes import birth, machine
 
@@ -59,6 +61,12 @@ class ErrorWord:
     """Name of the exception."""
     traceback: str
     """The full one stands in the rank's log too."""
+    code: Code = Code.UNKNOWN
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> ErrorWord:
+        """What ``LastWord.to_json`` made of it; unknown fields are ignored."""
+        return cls(saved["what"], saved["fix"], saved["type"], saved["traceback"], Code.read(saved.get("code")))
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class LastWord:
     error: ErrorWord | None = None
     note: str | None = None
     """What the supervisor found out."""
+    code: Code | None = None
+    """The same for programs: killed, out_of_memory, vanished."""
     oom_kills: int | None = None
     """Processes that the kernel had killed for memory in this rank's control group when it started."""
     machine: str | None = None
@@ -99,7 +109,8 @@ class LastWord:
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {"rank": None, **{key: value for key, value in saved.items() if key in known}}
         fields["ending"] = Ending(fields.get("ending", Ending.RUNNING))
-        fields["error"] = ErrorWord(**fields["error"]) if fields.get("error") else None
+        fields["error"] = ErrorWord.from_json(fields["error"]) if fields.get("error") else None
+        fields["code"] = Code.read(fields["code"]) if fields.get("code") else None
         return cls(**fields)
 
 
@@ -147,7 +158,9 @@ def padded(word: LastWord) -> bytes:
     if len(content) >= FILE_BYTES and word.error is not None:
         trace = word.error.traceback
         shorter = trace[:1000] + "\n...\n" + trace[-5000:]
-        error = ErrorWord(word.error.what[:2000], word.error.fix[:1000], word.error.type, shorter)
+        error = dataclasses.replace(
+            word.error, what=word.error.what[:2000], fix=word.error.fix[:1000], traceback=shorter
+        )
         content = json.dumps(dataclasses.replace(word, error=error).to_json()).encode()
     return content.ljust(FILE_BYTES - 1) + b"\n"
 
@@ -159,21 +172,50 @@ def pieces(run_dir: RunDir, attempt: int) -> Path:
 
 def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
     """The words that ranks wrote so far, by rank."""
-    words: list[LastWord] = []
+    found = []
     for path in sorted(pieces(run_dir, attempt).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            saved = safe_read.read_json(path, MOST_WORD_BYTES)
-            words += [LastWord.from_json(saved)] if is_word(saved) else []
-    return sorted(words, key=lambda word: (word.rank is None, word.rank or 0))
+        with contextlib.suppress(OSError, ValueError):
+            found.append(safe_read.read_json(path, MOST_WORD_BYTES))
+    return _by_rank(word for word in found if is_word(word))
 
 
-def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class AttemptWords:
+    """The last words of an attempt's ranks, and what was concluded from them."""
+
+    ranks: tuple[LastWord, ...]
+    """By rank."""
+    verdict: Verdict | None = None
+
+
+def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Verdict) -> None:
     """Writes ranks/<attempt>.json and removes the pieces.
 
     Raises:
         RunFailed: it cannot be written; the pieces then stay.
     """
-    content = {"attempt": attempt, "verdict": dict(verdict), "ranks": [word.to_json() for word in words]}
+    content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": [word.to_json() for word in words]}
     files.write_atomically(run_dir.words(attempt), json.dumps(content, indent=1).encode() + b"\n", run_dir.path)
     with contextlib.suppress(OSError):
         files.remove_folder(pieces(run_dir, attempt), run_dir.path)
+
+
+def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
+    """The words of an attempt: merged, or where nobody could merge them (full disk, dead supervisor) one by one."""
+    try:
+        saved = safe_read.read_json(run_dir.words(attempt))
+    except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
+        saved = None
+    if not is_words(saved):
+        words = collect(run_dir, attempt)
+        return AttemptWords(tuple(words)) if words else None
+    return AttemptWords(tuple(_by_rank(saved.get("ranks", ()))), Verdict.from_json(saved.get("verdict") or {}))
+
+
+def _by_rank(saved: Iterable[Mapping[str, Any]]) -> list[LastWord]:
+    """Those that are whole."""
+    words: list[LastWord] = []
+    for each in saved:
+        with contextlib.suppress(ValueError, TypeError):
+            words.append(LastWord.from_json(each))
+    return sorted(words, key=lambda word: (word.rank is None, word.rank or 0))

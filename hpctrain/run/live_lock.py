@@ -1,7 +1,7 @@
 """One live run a folder: a lock that names its holder, works without flock, and is taken over from the dead.
 
 It keeps two live runs apart. That none of them writes once it has lost the lock is the matter of the fence between
-attempts (``RunDir.check_fence``).
+attempts (``Attempts.check_fence``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.errors import Replaced, RunFailed, UserError
-from hpctrain.run.folder import RunDir, Tickets
+from hpctrain.errors import Code, Replaced, RunFailed, UserError
+from hpctrain.run.folder import RunDir
+from hpctrain.run.tickets import Tickets
 from hpctrain.system import safe_read
 from hpctrain.system.files import create_exclusively, write_atomically
 from hpctrain.system.json_shape import is_count, is_time, typed
@@ -68,12 +69,14 @@ class Purpose:
     what: str
     """What to say of a live holder: {run} and {holder} are filled in."""
     fix: str
+    code: Code = Code.USER_ERROR
 
 
 TO_RUN = Purpose(
     "run",
     "run folder {run} is in use by another live run: {holder}",
     "wait for it, stop it (touch STOP in the run folder), or choose another name or run_dir",
+    Code.IN_USE,
 )
 TO_SUBMIT = Purpose(
     "submit",
@@ -191,7 +194,7 @@ class LiveLock:
         newest = self.tickets.newest()
         if (other := self._live_holder(newest)) is not None:
             what = self.purpose.what.format(run=self.run_dir.path, holder=_describe(other))
-            raise UserError(what, self.purpose.fix)
+            raise UserError(what, self.purpose.fix, self.purpose.code)
         self.number, self.beaten = newest + 1, time.monotonic()
         # A process that slept before it had written its name into the ticket may have been taken for dead.
         return self.tickets.claim(self.number, _encode(self.holder)) and self.tickets.newest() == self.number

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-from typing import Any
 
 import hpctrain
 
@@ -29,11 +28,6 @@ def git_commit() -> str | None:
     if not commit:
         return None
     return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def of_run() -> dict[str, Any]:
-    """For an attempt's entry in run.json."""
-    return {"versions": versions(), "git_commit": git_commit()}
 
 
 def _git(*words: str) -> str:

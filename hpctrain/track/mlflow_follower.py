@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Event, decode
 from hpctrain.run.file_tail import Tail
 from hpctrain.run.folder import RunDir
@@ -88,7 +89,7 @@ class Follower:
         found = self.client.get_experiment_by_name(self.experiment)
         place = artifact_location(self.uri)
         experiment = found.experiment_id if found else self.client.create_experiment(self.experiment, place)
-        info = self.run_dir.info()
+        info = Attempts(self.run_dir).info()
         tags = {"hpctrain.run_folder": str(self.run_dir.path), "hpctrain.id": str(info.get("id"))}
         attempts = info.get("attempts") or [{}]
         if attempts[-1].get("git_commit"):

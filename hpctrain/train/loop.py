@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.data import Batch, TrainingData
-from hpctrain.errors import NoRequeue
+from hpctrain.errors import Code, NoRequeue
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult
@@ -102,6 +102,7 @@ class Trainer(Training):
             f"the loss is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
             f"({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
             "look at these samples; else lower the learning rate, lengthen the warm-up, or set train.clip_norm",
+            Code.NAN,
         )
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hpctrain.run.live_lock import LiveLock, myself, read
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import endings, hpctrain, leftovers, misbehaving_run, processes_of, started, wait_for
 
@@ -25,7 +26,7 @@ def take_over(run: RunDir) -> LiveLock:
         os.utime(path, (1.0, 1.0))
     lock = LiveLock(run, dataclasses.replace(myself(), machine="another machine"))
     lock.acquire()
-    assert run.begin_attempt() == 2
+    assert Attempts(run).begin() == 2
     return lock
 
 
@@ -43,8 +44,8 @@ def ends_replaced(child: subprocess.Popen[str], run: RunDir, lock: LiveLock, ste
     assert "has been replaced by" in said or "has been taken over by" in said
     lock.check()
     assert read(run.lock_file) == lock.holder
-    assert run.info()["fence"] == 2 and run.attempts()[0]["verdict"]["cause"] == "replaced"
-    assert "verdict" not in run.attempts()[1]
+    assert Attempts(run).info()["fence"] == 2 and Attempts(run).info()["attempts"][0]["verdict"]["cause"] == "replaced"
+    assert Attempts(run).all()[1].verdict is None
     assert committed(run) == steps
     assert not leftovers(run.path.parent)
     return said
@@ -74,7 +75,7 @@ def test_a_single_process(tmp_path: Path) -> None:
     assert endings(run.path) == ["failed"]
     lock.release()
     hpctrain("train", path, "--train.steps", int(steps[-1].removeprefix("step-")) + 2)
-    assert run.info()["fence"] == 3
+    assert Attempts(run).info()["fence"] == 3
 
 
 @pytest.mark.world_size(2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import PROJECT, environment, events, hpctrain, last_words, write_run
 from tests.support.mpi import Result, mpirun, run_in_group
@@ -56,7 +57,7 @@ def test_it_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     (word,), (other,) = last_words(run), last_words(command)
     assert word["ending"] == "completed" and word["weights_hash"] == other["weights_hash"]
     assert {path.name for path in run.iterdir()} == {path.name for path in command.iterdir()}
-    assert RunDir(run).attempts()[0].keys() == RunDir(command).attempts()[0].keys()
+    assert Attempts(RunDir(run)).info()["attempts"][0].keys() == Attempts(RunDir(command)).info()["attempts"][0].keys()
     assert not (run / "run.lock").exists()
     assert told(alone("plain", path))[0]["seconds"] < 1, "a complete run is left alone"
 

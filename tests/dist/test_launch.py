@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from hpctrain.run.events import missing_fields
-from hpctrain.run.folder import RunDir
 from hpctrain.system.processes import own_session
+from hpctrain.run.attempts import Attempts
+from hpctrain.run import last_words
+from hpctrain.run.folder import RunDir
 from tests.support.command import (
     endings,
     events,
@@ -45,10 +47,11 @@ def test_two_ranks_train_as_one_job(tmp_path):
     result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     assert result.stderr == ""
     assert "2 ranks on " in result.stdout
-    saved = RunDir(tmp_path / "run").read_words(1)
-    assert [word["ending"] for word in saved["ranks"]] == ["completed", "completed"]
-    assert len({word["weights_hash"] for word in saved["ranks"]}) == 1
-    assert saved["verdict"]["action"] == "done"
+    saved = last_words.read(RunDir(tmp_path / "run"), 1)
+    assert saved is not None and saved.verdict is not None
+    assert [word.ending.value for word in saved.ranks] == ["completed", "completed"]
+    assert len({word.weights_hash for word in saved.ranks}) == 1
+    assert (saved.verdict.action.value, saved.verdict.code.value) == ("done", "completed")
     for event in RunDir(tmp_path / "run").read_events():
         assert missing_fields(event) == []
     (begin,) = events(tmp_path / "run", "run_started")
@@ -82,7 +85,7 @@ def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: P
 def test_the_run_folder_says_what_ran(tmp_path):
     hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     run_dir = RunDir(tmp_path / "run")
-    info = run_dir.info()
+    info = Attempts(run_dir).info()
     (attempt,) = info["attempts"]
     assert (info["fence"], attempt["ranks"], attempt["verdict"]["exit_code"]) == (1, 2, 0)
     assert attempt["to_step"] == 12
@@ -100,7 +103,7 @@ def test_one_rank_needs_no_mpirun(tmp_path):
 def test_a_rank_may_stand_alone_without_supervisor(tmp_path):
     hpctrain("train", misbehaving_run(tmp_path, reduce={"kind": "none"}))
     assert endings(tmp_path / "run") == ["completed"]
-    assert RunDir(tmp_path / "run").attempts()[0]["verdict"]["action"] == "done"
+    assert Attempts(RunDir(tmp_path / "run")).info()["attempts"][0]["verdict"]["action"] == "done"
 
 
 def test_ranks_under_plain_mpirun_leave_the_same(tmp_path, mpirun):
@@ -226,7 +229,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
         _, alive = psutil.wait_procs(family, timeout=15)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     hpctrain("run", "-n", 2, misbehaving_run(tmp_path, **{**LONG, "train": {"steps": 12}}))
-    assert RunDir(tmp_path / "run").info()["fence"] == 2
+    assert Attempts(RunDir(tmp_path / "run")).info()["fence"] == 2
 
 
 def test_repeated_failure_ends_with_its_own_code(tmp_path):

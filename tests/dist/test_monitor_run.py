@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpctrain.run import last_words
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
     PROJECT,
@@ -81,7 +82,9 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     [culprit] = hang["ranks"]
     assert (culprit["state"], hang["action"]) == ("stopped", "abort")
     assert Path(tmp_path / "run" / culprit["stack"]).read_text()
-    verdict = RunDir(tmp_path / "run").read_words(1)["verdict"]
+    words = last_words.read(RunDir(tmp_path / "run"), 1)
+    assert words is not None and words.verdict is not None
+    verdict = words.verdict.to_json()
     assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "requeue", culprit["rank"])
     assert f"rank {culprit['rank']} on" in stdout + stderr
     assert not leftovers(tmp_path)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hpctrain.report.page import number
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
     PROJECT,
@@ -156,14 +157,14 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
         assert child.wait(60) == 70
     crashed = opened(run)
     check_loss(crashed, run)
-    ending = RunDir(run).attempts()[0]["verdict"]["reason"]
+    ending = Attempts(RunDir(run)).info()["attempts"][0]["verdict"]["reason"]
     assert ending in crashed.rows("attempts")[0] and f": {ending}</text>" in crashed.dom
     before = events(run, "train")
 
     hpctrain("run", "-n", 1, path)
     page = opened(run)
     check_loss(page, run)
-    first, second = RunDir(run).attempts()
+    first, second = Attempts(RunDir(run)).info()["attempts"]
     repeated = {event["time"] for event in before if event["step"] > first["to_step"]}
     kept = {event["time"] for event in events(run, "train")}
     assert len(kept) == 80 and repeated and not repeated & kept

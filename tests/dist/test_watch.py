@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.run import live_lock
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 from tests.support.command import hpctrain, misbehaving_run, started
 from tests.support.pseudo_terminal import OFF, on_a_terminal
@@ -48,7 +50,7 @@ def live_folder(tmp_path: Path) -> Path:
     """A run that this process holds, and that does nothing."""
     run = RunDir(tmp_path / "run")
     run.create()
-    run.begin_attempt(ranks=1)
+    Attempts(run).begin(Attempt(ranks=1))
     live_lock.LiveLock(run, live_lock.myself()).acquire()
     return run.path
 

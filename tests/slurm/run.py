@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from hpctrain.run import last_words
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.slurm.cluster import Cluster, until
 
@@ -87,13 +89,15 @@ class Run:
 
     def verdicts(self) -> list[str]:
         """What followed from each attempt."""
-        return [attempt["verdict"]["action"] if "verdict" in attempt else "none" for attempt in self.dir.attempts()]
+        verdicts = [attempt.verdict for attempt in Attempts(self.dir).all()]
+        return [verdict.action.value if verdict else "none" for verdict in verdicts]
 
     def weights(self) -> str:
         """The hash of the last attempt's weights, which all ranks agree on."""
-        words = self.dir.read_words(self.dir.attempts()[-1]["attempt"])["ranks"]
-        hashes = {word["weights_hash"] for word in words}
-        assert len(words) == 4 and len(hashes) == 1, words
+        words = last_words.read(self.dir, Attempts(self.dir).all()[-1].number)
+        assert words is not None
+        hashes = {word.weights_hash for word in words.ranks}
+        assert len(words.ranks) == 4 and len(hashes) == 1, words
         return str(hashes.pop())
 
     def log(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.run.attempts import Attempts
 from tests.slurm.run import Run
 
 
@@ -42,7 +43,7 @@ def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callabl
     assert run.wait(job, "PENDING", timeout=30)
     assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
     assert [(tmp_path / f"count-{rank}").read_text() for rank in range(4)] == ["8"] * 4
-    assert [attempt["verdict"]["action"] for attempt in run.dir.attempts()] == ["requeue", "done"]
+    assert [attempt["verdict"]["action"] for attempt in Attempts(run.dir).info()["attempts"]] == ["requeue", "done"]
     assert run.log().count("count 7") == 4
     view = run.watch()
     assert (view["state"], view["attempt"], view["requeues"]) == ("finished", 2, 1)
@@ -53,6 +54,6 @@ def test_a_command_that_fails_names_rank_and_code(new_run: Callable[..., Run]) -
     run = new_run(launch={"command": ["bash", "-c", program], "max_failures": 1})
     job = run.submit()
     assert run.wait(job, "FAILED", "COMPLETED") == "FAILED"
-    verdict = run.dir.attempts()[-1]["verdict"]
+    verdict = Attempts(run.dir).info()["attempts"][-1]["verdict"]
     assert (verdict["rank"], verdict["host"]) == (2, "n2")
     assert "exit code 3" in verdict["reason"]

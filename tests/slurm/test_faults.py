@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.run.attempts import Attempts
 from tests.conftest import NOT_PERMITTED
 from tests.slurm.cluster import Cluster, until
 from tests.slurm.run import Run
@@ -34,7 +35,7 @@ def small_node(cluster: Cluster, alone: None) -> Iterator[None]:
 
 def first_verdict(run: Run) -> dict[str, object]:
     """How the first attempt ended."""
-    return dict(run.dir.attempts()[0]["verdict"])
+    return dict(Attempts(run.dir).info()["attempts"][0]["verdict"])
 
 
 def assert_lost(run: Run, host: str) -> None:
@@ -50,7 +51,7 @@ def test_an_error_that_comes_back_ends_the_run(train: Callable[..., Run]) -> Non
     job = run.submit()
     run.wait(job, "FAILED", timeout=90)
     assert run.verdicts() == ["requeue", "do_not_requeue"]
-    last = run.dir.attempts()[-1]["verdict"]
+    last = Attempts(run.dir).info()["attempts"][-1]["verdict"]
     assert (last["exit_code"], last["rank"], last["host"]) == (76, 2, "n2")
     assert "the loss went through the roof" in last["reason"]
     assert "the loss went through the roof" in run.hpctrain("logs", run.folder, "--first-error").stdout
@@ -67,7 +68,7 @@ def test_requeues_have_a_cap_that_counts_those_by_hand(new_run: Callable[..., Ru
     run.wait(job, "PENDING")
     run.wait(job, "FAILED", "COMPLETED", timeout=60)
     assert run.verdicts() == ["requeue", "do_not_requeue"], run.log()
-    assert "max_requeues 1 is used up" in run.dir.attempts()[-1]["verdict"]["reason"]
+    assert "max_requeues 1 is used up" in Attempts(run.dir).info()["attempts"][-1]["verdict"]["reason"]
 
 
 def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:

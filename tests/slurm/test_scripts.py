@@ -11,6 +11,7 @@ import yaml
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
 from hpctrain.launch.engines.slurm.render import job_script, render
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.run import Run
@@ -69,7 +70,7 @@ def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run: 
     for element, seed in enumerate(("one $(id)", "two")):
         logs = "".join(path.read_text() for path in (run.folder / str(element)).glob("logs/*"))
         assert f"seed {seed}\n" in logs + "".join(path.read_text() for path in run.folder.glob(f"logs/*_{element}.out"))
-    assert [len(RunDir(run.folder / str(element)).attempts()) for element in range(2)] == [1, 2]
+    assert [len(Attempts(RunDir(run.folder / str(element))).all()) for element in range(2)] == [1, 2]
 
 
 def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[..., Run], tmp_path: Path) -> None:

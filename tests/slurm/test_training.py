@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.run.attempts import Attempts
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import SideRun
 from tests.slurm.run import STEPS, Run
@@ -47,7 +48,7 @@ def test_preempted_and_requeued_by_hand_it_goes_on(train: Callable[..., Run], un
     assert run.events("stop_requested")[0]["by"] == "signal SIGTERM"
     saved = run.dir.newest_checkpoint_step()
     assert run.computed()[-1] == saved, "no step is computed twice"
-    run.wait_for(lambda: len(run.dir.attempts()) == 2 and run.events("checkpoint_saved")[-1]["step"] > saved)
+    run.wait_for(lambda: len(Attempts(run.dir).all()) == 2 and run.events("checkpoint_saved")[-1]["step"] > saved)
     run.cluster.run("scontrol", "requeue", job)
     run.wait(job, "PENDING")
     run.wait(job, "COMPLETED", "FAILED", timeout=90)
@@ -62,7 +63,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(
     run = train(0.02, fault="kill", rank=3, at=20, once=str(tmp_path / "once"))
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED", timeout=90)
-    first = run.dir.attempts()[0]["verdict"]
+    first = Attempts(run.dir).info()["attempts"][0]["verdict"]
     assert (first["rank"], first["host"], first["action"]) == (3, "n2", "requeue"), run.log()
     assert "SIGKILL" in first["reason"]
     assert run.verdicts() == ["requeue", "done"]

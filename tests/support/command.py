@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import read as read_words
 from tests.support.mpi import Result, rank_environment, run_in_group
 
 PROJECT = Path(__file__).parents[2]
@@ -103,7 +104,9 @@ def reaches_step(run: Path, step: int) -> Callable[[], bool]:
 
 def last_words(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
     """Last words of all ranks of an attempt, in their order."""
-    return list(RunDir(run).read_words(attempt)["ranks"])
+    words = read_words(RunDir(run), attempt)
+    assert words is not None
+    return [word.to_json() for word in words.ranks]
 
 
 def endings(run: Path, attempt: int = 1) -> list[str]:

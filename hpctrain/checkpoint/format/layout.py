@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import Code, RunFailed, UserError
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 1
@@ -31,12 +31,16 @@ ITEM_TYPES["bfloat16"] = np.dtype("<u2")
 class DamagedCheckpoint(RunFailed):
     """A checkpoint is not what was once written; it must not be used."""
 
+    code = Code.DAMAGED_CHECKPOINT
+
     def __init__(self, what: str, fix: str = "use an older checkpoint; `hpctrain ckpt ls` shows what there is") -> None:
         super().__init__(what, fix)
 
 
 class UnreadableCheckpoint(RunFailed):
     """A checkpoint cannot be read now, which says nothing about what is in it; it stays where it is."""
+
+    code = Code.UNREADABLE_CHECKPOINT
 
     def __init__(
         self, what: str, fix: str = "look for file-system errors on the hosts, then run the same command again"

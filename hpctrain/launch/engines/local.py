@@ -11,7 +11,7 @@ from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.supervisor import Launch, Limits, supervise
-from hpctrain.run import provenance
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import STOP_SIGNAL
 from hpctrain.run.verdict import Verdict
@@ -53,7 +53,7 @@ def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = F
         RunDir.for_config(config),
         lambda attempt: launch,
         Limits(config.launch.stop_grace_s, config.launch.max_failures),
-        {"ranks": ranks, **provenance.of_run()},
+        Attempt(ranks=ranks),
         dump(config),
         verbose,
         by_person=lambda number: True,  # on a workstation there is no scheduler

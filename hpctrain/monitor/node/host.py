@@ -34,6 +34,8 @@ class Findings:
 
     host: tuple[str, ...]
     by_pid: Mapping[int, tuple[str, ...]]
+    starved: frozenset[int] = frozenset()
+    """Processes that waited for a processor."""
 
 
 def read(pids: Sequence[int], now: float) -> Reading:
@@ -65,17 +67,25 @@ def compare(before: Reading, after: Reading) -> Findings:
     if (lost := grown("retransmits") / seconds) >= 100:
         host.append(f"the network sent {lost:.0f} segments/s again")
     host.extend(after.gpus)
-    by_pid = {}
+    by_pid, starved = {}, set()
     for pid, counters in after.processes.items():
-        if lines := compare_process(before.processes.get(pid, {}), counters, seconds):
+        earlier = before.processes.get(pid, {})
+        if lines := compare_process(earlier, counters, seconds):
             by_pid[pid] = tuple(lines)
-    return Findings(tuple(host), by_pid)
+        if share_waited(earlier, counters, seconds) >= NOTABLE:
+            starved.add(pid)
+    return Findings(tuple(host), by_pid, frozenset(starved))
+
+
+def share_waited(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
+    """Share of the time that a process waited for a processor; 0 where that is not known."""
+    return (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds if before else 0.0
 
 
 def compare_process(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> list[str]:
     """What stands out about one process."""
     lines = []
-    if before and (share := (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds) >= NOTABLE:
+    if (share := share_waited(before, after, seconds)) >= NOTABLE:
         switches = (after.get("involuntary", 0) - before.get("involuntary", 0)) / seconds
         lines.append(f"waited {share:.0%} of the time for a processor, {switches:.0f} involuntary switches/s")
     if before and (faults := (after.get("major_faults", 0) - before.get("major_faults", 0)) / seconds) >= 50:

@@ -151,7 +151,7 @@ class Node:
             return []
         found = host_counters.compare(before, self.reading)
         by_rank = {str(self.ranks[pids.index(pid)]): list(lines) for pid, lines in found.by_pid.items()}
-        if any("for a processor" in line for lines in by_rank.values() for line in lines) and now >= self.next_rivals:
+        if found.starved and now >= self.next_rivals:
             self.next_rivals = now + RIVALS_S
             self.add_rivals(by_rank, pids)
         if not found.host and not by_rank:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.postmortem import died_first, missing_ranks
 from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from hpctrain.run.verdict import NODE
 
 
 def test_the_first_death_is_the_cause_unless_an_error_came_before(
@@ -41,7 +40,7 @@ def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
 ) -> None:
     verdict = missing_ranks([], 4, SRUN, "", tmp_path / "log", hosts)
     assert verdict is not None
-    assert (verdict.rank, verdict.host, verdict.cause) == (2, host, NODE)
+    assert (verdict.rank, verdict.host, verdict.code) == (2, host, Code.NODE)
     assert verdict.reason == f"rank 2 could not be started{where}: Slurm says 'Unspecified error'"
 
 
@@ -50,7 +49,7 @@ def test_a_lost_node_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> 
     words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
     verdict = missing_ranks(words, 4, text, "", tmp_path / "log", {})
     assert verdict is not None
-    assert (verdict.rank, verdict.host, verdict.cause) == (2, "n2", NODE)
+    assert (verdict.rank, verdict.host, verdict.code) == (2, "n2", Code.NODE)
     assert "n2 was lost" in verdict.reason and "ranks 2, 3" in verdict.reason
 
 
@@ -59,7 +58,7 @@ def test_the_runs_own_mistake_is_not_hidden_by_a_lost_node(tmp_path: Path) -> No
     text = "PRTE has lost communication with a remote daemon.\n"
     assert missing_ranks([failed], 2, text, "", tmp_path / "log", {}) is None
     lost = missing_ranks([], 2, text, "", tmp_path / "log", {})
-    assert lost is not None and lost.cause == NODE
+    assert lost is not None and lost.code is Code.NODE
 
 
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:

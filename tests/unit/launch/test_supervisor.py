@@ -12,25 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import ExitCode, NoRequeue
+from hpctrain.errors import Code, ExitCode, NoRequeue
 from hpctrain.launch import attempt as attempts
-from hpctrain.launch.attempt import Attempt, Launch, Limits
+from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
 from hpctrain.launch.supervisor import supervise
+from hpctrain.run import last_words
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.verdict import PREFLIGHT, Action
+from hpctrain.run.verdict import Action
 from hpctrain.system.signals import StopSignals
 
 SUPERVISOR = """
 import json, sys
 from pathlib import Path
 from hpctrain.launch import attempt, supervisor
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 attempt.END_GRACE_S = attempt.WORDS_EVERY_S = 0.05
 saves, folder, *words = sys.argv[1:]
 launch = attempt.Launch(words, {}, 2, saves=saves == "True")
-verdict = supervisor.supervise(RunDir(Path(folder)), lambda number: launch, attempt.Limits(), {})
+verdict = supervisor.supervise(RunDir(Path(folder)), lambda number: launch, attempt.Limits(), Attempt())
 print(json.dumps(verdict.to_json()))
 """
 
@@ -46,7 +50,7 @@ def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: 
 
 def test_a_rank_in_a_container_of_its_own_processes_is_not_taken_for_dead(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    attempt = Attempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
     here = first_word(0)
     assert attempt.lives(here) and not attempt.lives(dataclasses.replace(here, birth=1.0))
     assert attempt.lives(dataclasses.replace(here, pid=2, birth=1.0, machine="another namespace"))
@@ -59,7 +63,7 @@ def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, sa
     run = RunDir(tmp_path)
     run.create()
     run.log("launcher", 1).write_text(said)
-    attempt = Attempt(Launch([], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    attempt = WatchedAttempt(Launch([], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
     dead = dataclasses.replace(first_word(0), birth=1.0)
     WordFile.of(run, 1, dead).begin(dead)
     for now in (0, patience_s):
@@ -69,16 +73,19 @@ def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, sa
     assert attempt.failure is not None and attempt.failure.cause == "killed"
 
 
-def test_what_prevents_the_start_is_the_verdict(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("own", "code"), [(None, Code.PREFLIGHT), (Code.READ_ONLY, Code.READ_ONLY)])
+def test_what_prevents_the_start_is_the_verdict(tmp_path: Path, own: Code | None, code: Code) -> None:
     def make_launch(number: int) -> Launch:
-        raise NoRequeue("scratch of n2 cannot be written", "exclude n2")
+        raise NoRequeue("scratch of n2 cannot be written", "exclude n2", own)
 
     run = RunDir(tmp_path / "run")
-    verdict = supervise(run, make_launch, Limits(), {"ranks": 2})
-    assert (verdict.action, verdict.exit_code, verdict.cause) == (Action.FAIL, ExitCode.DO_NOT_REQUEUE, PREFLIGHT)
+    verdict = supervise(run, make_launch, Limits(), Attempt(ranks=2))
+    assert (verdict.action, verdict.exit_code, verdict.code) == (Action.FAIL, ExitCode.DO_NOT_REQUEUE, code)
+    assert verdict.before_ranks and verdict.cause == "preflight"
     assert (verdict.reason, verdict.fix) == ("scratch of n2 cannot be written", "exclude n2")
-    [attempt] = run.attempts()
-    assert attempt["verdict"] == run.read_words(1)["verdict"] == verdict.to_json()
+    [attempt] = Attempts(run).all()
+    words = last_words.read(run, 1)
+    assert words is not None and attempt.verdict == words.verdict == verdict
     assert not run.lock_file.exists()
 
 
@@ -88,7 +95,7 @@ def test_what_prevents_the_start_is_said_though_the_folder_cannot_be_written(tmp
         raise NoRequeue("scratch of n2 cannot be written", "exclude n2")
 
     run = RunDir(tmp_path / "run")
-    assert supervise(run, make_launch, Limits(), {}).reason == "scratch of n2 cannot be written"
+    assert supervise(run, make_launch, Limits(), Attempt()).reason == "scratch of n2 cannot be written"
 
 
 def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,5 +107,5 @@ def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkey
         return []
 
     monkeypatch.setattr(attempts, "collect", slow)
-    supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "3"], {}, 1), Limits(), {})
+    supervise(RunDir(tmp_path), lambda number: Launch(["sleep", "3"], {}, 1), Limits(), Attempt())
     assert len(looks) == 2, "one when it begins, one when it is over"

@@ -51,6 +51,7 @@ def test_waiting_for_a_processor_is_the_processs_own() -> None:
         reading(0, {}, {"waiting_s": 0.0, "involuntary": 0}), reading(5, {}, {"waiting_s": 2.5, "involuntary": 50})
     )
     assert found.by_pid[7] == ("waited 50% of the time for a processor, 10 involuntary switches/s",)
+    assert found.starved == {7}
 
 
 def test_a_real_reading_has_the_counters_of_linux() -> None:

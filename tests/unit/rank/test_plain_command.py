@@ -16,6 +16,7 @@ from hpctrain.rank.plain_command import ending, rank
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.stop_request import StopRequest, request_stop
 
 WORD = LastWord(1, "n1", 1, 1.0, 0.0)
 
@@ -87,7 +88,7 @@ def test_the_stop_file_becomes_a_signal(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "bash", "-c", "trap 'exit 75' TERM; echo ready; while :; do sleep 0.05; done")
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    run_dir.request_stop("a test")
+    request_stop(run_dir, StopRequest("a test"))
     process.communicate(timeout=30)
     assert process.returncode == 0, "launchers end all ranks where one fails"
     assert word(run_dir)["ending"] == "stop_requested"

@@ -14,6 +14,7 @@ from hpctrain.rank.session import exit_code, message
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
+from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.train.hooks import StopReason
 from hpctrain.train.state import TrainState
@@ -54,7 +55,7 @@ def test_a_signal_stops_after_the_step(signals, run_dir):
 
 
 def test_the_stop_file_stops_after_the_step_and_says_who_asked(signals, run_dir):
-    assert steps_until_stop(signals, run_dir, lambda: run_dir.request_stop("hpctrain stop by ada")) == 1
+    assert steps_until_stop(signals, run_dir, lambda: request_stop(run_dir, StopRequest("hpctrain stop by ada"))) == 1
     (event,) = run_dir.read_events()
     assert (event["by"], event["step"]) == ("hpctrain stop by ada", 5)
 

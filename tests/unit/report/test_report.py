@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain.cli import main
 from hpctrain.commands.report import print_comparison
-from hpctrain.errors import UserError
+from hpctrain.errors import Code, ExitCode, UserError
 from hpctrain.report import page, svg
 from hpctrain.report.axes import label, make_axis, make_log_axis, time_unit
 from hpctrain.report.chart import LIGHT, Chart, picture, style
@@ -23,8 +24,11 @@ from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin
 from hpctrain.report.summary import goodput, make_attempts, summarize
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import KEPT_EVENTS, RunData, read, run_config
+from hpctrain.run.last_words import AttemptWords, Ending, ErrorWord, LastWord
+from hpctrain.run.verdict import Action, Verdict
 
 BEGIN = 1_700_000_000.0
 
@@ -189,47 +193,39 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert "<td>0.5</td>" in text
 
 
-def failed(
-    reason: str, cause: str = "error", kind: str = "RunFailed", code: int = 70, action: str = "requeue"
-) -> RunData:
-    verdict = {
-        "action": action,
-        "exit_code": code,
-        "reason": reason,
-        "fix": "do this",
-        "rank": 1,
-        "host": "n2",
-        "cause": cause,
+def failed(reason: str, code: Code, action: Action = Action.REQUEUE, **more: Any) -> RunData:
+    verdict = Verdict(action, ExitCode.FAILURE, reason, "do this", 1, "n2", code)
+    return with_attempts([Attempt(1, BEGIN, BEGIN + 5, verdict=verdict).to_json()], **more)
+
+
+def with_attempts(entries: list[dict[str, Any]], **more: Any) -> RunData:
+    nothing: dict[str, Any] = {
+        "config": {},
+        "train": {},
+        "phases": {},
+        "metrics": {},
+        "rare": {},
+        "counts": {"train": 1},
     }
-    word = {"rank": 1, "host": "n2", "ending": "failed", "error": {"what": reason, "fix": "do this", "type": kind}}
-    words = {1: {"verdict": verdict, "ranks": [word] if kind else []}}
-    info = {"attempts": [attempt(1, 0, 5, **verdict)]}
-    return RunData(Path("run"), info, {}, {}, {}, {}, {}, {"train": 1}, words)
+    return RunData(Path("run"), {"attempts": entries}, **{**nothing, **more})
 
 
 @pytest.mark.parametrize(
     ("data", "cause"),
     [
-        (failed("the loss is not finite at step 3 (rank 1, samples 7)", kind="NoRequeue", code=76), "nan"),
-        (failed("the launcher started 4 ranks but MPI sees 1", kind="UserError", code=64), "singletons"),
-        (failed("cannot write run/events.jsonl: No space left on device"), "disk_full"),
-        (failed("Horovod is not installed", kind="UserError", code=64), "horovod"),
-        (failed("run.yaml:3: unknown key 'x'", kind="UserError", code=64, action="fail"), "user_error"),
-        (failed("ZeroDivisionError: division by zero (task.py:12)", kind="ZeroDivisionError"), "exception"),
-        (failed("rank 1 on n2 was killed by SIGKILL", cause="killed", kind=""), "killed"),
-        (failed("rank 1 on n2 was ended by the kernel", cause="out_of_memory", kind=""), "out_of_memory"),
-        (failed("node n2 failed", cause="node", kind=""), "node"),
-        (failed("no step for 60 s", cause="hang", kind=""), "hang"),
-        (
-            failed(
-                "3 attempts in a row failed without a new checkpoint; the last one: x",
-                kind="",
-                action="do_not_requeue",
-                code=76,
-            ),
-            "no_progress",
-        ),
-        (failed("runs/a is in use by another live run", kind="UserError", code=64), "in_use"),
+        (failed("the loss is not finite at step 3 (rank 1, samples 7)", Code.NAN), "nan"),
+        (failed("the launcher started 4 ranks but MPI sees 1", Code.SINGLETONS), "singletons"),
+        (failed("cannot write run/events.jsonl: No space left on device", Code.DISK_FULL), "disk_full"),
+        (failed("Horovod is not installed", Code.HOROVOD, Action.FAIL), "horovod"),
+        (failed("run.yaml:3: unknown key 'x'", Code.USER_ERROR, Action.FAIL), "user_error"),
+        (failed("ZeroDivisionError: division by zero (task.py:12)", Code.EXCEPTION), "exception"),
+        (failed("rank 1 on n2 was killed by SIGKILL", Code.KILLED), "killed"),
+        (failed("rank 1 on n2 was ended by the kernel", Code.OUT_OF_MEMORY), "out_of_memory"),
+        (failed("node n2 failed", Code.NODE), "node"),
+        (failed("no step for 60 s", Code.HANG), "hang"),
+        (failed("3 attempts in a row failed", Code.NO_PROGRESS, Action.DO_NOT_REQUEUE), "no_progress"),
+        (failed("runs/a is in use by another live run", Code.IN_USE, Action.FAIL), "in_use"),
+        (failed("runs/a is in use by another live run", Code.KILLED), "killed"),
     ],
 )
 def test_explanations_name_cause_rank_and_cure(data: RunData, cause: str) -> None:
@@ -239,9 +235,58 @@ def test_explanations_name_cause_rank_and_cure(data: RunData, cause: str) -> Non
     assert "rank 1" in answer.text.lower()
 
 
+@pytest.mark.parametrize("code", Code)
+def test_the_cause_of_a_failure_is_its_code_whatever_its_sentence_says(code: Code) -> None:
+    answer = explain(failed("something of rank 1", code))
+    assert answer.cause is code and answer.title and "something of rank 1" in answer.text.lower()
+
+
+def test_what_an_earlier_version_wrote_is_shown_and_not_read() -> None:
+    old = {
+        "action": "requeue",
+        "exit_code": 70,
+        "reason": "No space left on device",
+        "fix": "do this",
+        "cause": "error",
+    }
+    answer = explain(with_attempts([attempt(1, 0, 5, **old)]))
+    assert (answer.cause, answer.title) == (Code.UNKNOWN, "The run failed")
+    assert answer.text == "No space left on device. Do this."
+
+
+def words_of(rank: int, **fields: Any) -> LastWord:
+    return dataclasses.replace(LastWord(rank, f"n{rank}", 1, 1.0, BEGIN, Ending.FAILED, BEGIN + 5 - rank, 64), **fields)
+
+
+def test_where_no_supervisor_lived_the_first_rank_that_failed_tells() -> None:
+    errors = [ErrorWord(f"error {rank}", "do this", "UserError", "", Code.USER_ERROR) for rank in range(3)]
+    ranks = (words_of(0, ending=Ending.RUNNING), *(words_of(rank, error=errors[rank]) for rank in (1, 2)))
+    answer = explain(with_attempts([attempt(1, 0, None)], words={1: AttemptWords(ranks)}))
+    assert (answer.cause, answer.evidence) == (Code.USER_ERROR, ("rank 2 on n2: error 2",))
+
+
+@pytest.mark.parametrize(("of", "cause"), [(1, Code.EXCEPTION), (2, Code.HANG)])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_hang_of_an_older_attempt_is_not_told_of_the_newest_one(of: int, cause: Code, ended: bool) -> None:
+    verdict = Verdict(Action.REQUEUE, ExitCode.FAILURE, "ValueError: x", "do this", 1, "n2", Code.EXCEPTION)
+    newest = attempt(2, 10, 20, **verdict.to_json()) if ended else attempt(2, 10, None)
+    hangs = [event("hang", 3, attempt=of, at=BEGIN + 30, sentence="rank 3 does not move")]  # told late
+    answer = explain(with_attempts([attempt(1, 0, 9, action="requeue", exit_code=70), newest], rare={"hang": hangs}))
+    assert answer.cause is (cause if ended or of == 2 else Code.UNKNOWN)
+    assert ("rank 3 does not move" in answer.text.lower()) is (of == 2)
+
+
+def test_the_hang_of_an_older_attempt_is_no_evidence_for_a_death_in_the_newest_one() -> None:
+    hangs = [event("hang", 3, attempt=each, sentence=f"hang of {each}") for each in (2, 1)]
+    killed = Verdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 was killed", code=Code.KILLED).to_json()
+    entries = [attempt(1, 0, 9, action="requeue", exit_code=70), attempt(2, 10, 20, **killed)]
+    answer = explain(with_attempts(entries, rare={"hang": hangs}))
+    assert answer.evidence == ("rank 1 was killed", "hang of 2")
+
+
 def test_a_run_that_stopped_for_its_time_limit(tmp_path: Path) -> None:
     info = {
-        "attempts": [attempt(1, 0, 6, action="requeue", exit_code=75, reason="stopped by signal SIGUSR1 at step 4")]
+        "attempts": [attempt(1, 0, 6, action="requeue", exit_code=75, reason="stopped at step 4", code="time_limit")]
     }
     events = [
         trained(4),
@@ -251,7 +296,7 @@ def test_a_run_that_stopped_for_its_time_limit(tmp_path: Path) -> None:
     finished = event("run_finished", 4, reason="stop_requested", steps=4, seconds=6.0)
     answer = explain(read(folder(tmp_path, *events, finished, info=info)))
     assert answer.cause == "time_limit"
-    assert "step 4" in answer.text and "goes on" in answer.text
+    assert "step 4" in answer.text and "resumes" in answer.text
 
 
 def test_what_slows_a_running_run(tmp_path: Path) -> None:

@@ -20,14 +20,17 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.world import alone
-from hpctrain.errors import ExitCode, Replaced, UserError
+from hpctrain.errors import Code, ExitCode, Replaced, UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.run import live_lock
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, at_work, myself, read
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.verdict import failed_with
 from hpctrain.system.signals import StopSignals
 from tests.support.command import wait_for
 
@@ -38,7 +41,12 @@ import dataclasses, json, os, signal, sys, time
 from pathlib import Path
 from hpctrain.errors import Replaced, UserError
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.folder import RunDir, Tickets, create_exclusively
+from hpctrain.errors import Code
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir, create_exclusively
+from hpctrain.run.tickets import Tickets
+from hpctrain.run.verdict import failed_with
 run = RunDir(Path(sys.argv[1]))
 """
 
@@ -98,13 +106,17 @@ def test_no_number_is_given_twice(run: RunDir) -> None:
 
 
 def test_attempts_that_begin_and_end_at_the_same_time_are_all_recorded(run: RunDir) -> None:
-    program = "for turn in range(20): run.end_attempt(run.begin_attempt(pid=os.getpid(), turn=turn), restarts=turn)"
+    program = """
+for turn in range(20):
+    number = Attempts(run).begin(Attempt(restarts=turn))
+    Attempts(run).end(number, failed_with(Code.KILLED, str(turn), ""), [])
+"""
     outputs(run, program, 3)
-    attempts = run.attempts()
-    assert [entry["attempt"] for entry in attempts] == list(range(1, 61))
-    assert run.info()["fence"] == 60
-    assert all(entry["restarts"] == entry["turn"] for entry in attempts)
-    assert Counter(entry["turn"] for entry in attempts) == dict.fromkeys(range(20), 3)
+    attempts = Attempts(run).all()
+    assert [attempt.number for attempt in attempts] == list(range(1, 61))
+    assert Attempts(run).info()["fence"] == 60
+    assert all(attempt.verdict and attempt.verdict.reason == str(attempt.restarts) for attempt in attempts)
+    assert Counter(attempt.restarts for attempt in attempts) == dict.fromkeys(range(20), 3)
 
 
 SLOW_DISK = """
@@ -118,100 +130,103 @@ def slow(handle, fsync=os.fsync):
 def test_a_beginning_that_sleeps_in_its_fsync_shares_its_number_with_nobody(run: RunDir) -> None:
     program = f"""{SLOW_DISK}
 os.fsync = slow
-number = run.begin_attempt(host="slow")
+number = Attempts(run).begin(Attempt(host="slow"))
 print(number)
 try:
-    run.check_fence(number)
+    Attempts(run).check_fence(number)
 except Replaced as error:
     print(error.what)
 """
     with children(run, program) as [child]:
         await_stopped(child)
         begin = time.monotonic()
-        assert run.begin_attempt(host="fast") == 2
+        assert Attempts(run).begin(Attempt(host="fast")) == 2
         assert time.monotonic() - begin < 3.0, "nobody waits for a disk of somebody else"
         child.send_signal(signal.SIGCONT)
         number, why = child.communicate(timeout=30)[0].splitlines()
     assert number == "1" and why.endswith("has been replaced by attempt 2")
-    run.check_fence(2)
-    assert run.info()["fence"] == 2
-    assert [(entry["attempt"], entry["host"]) for entry in run.attempts()] == [(1, "slow"), (2, "fast")]
+    Attempts(run).check_fence(2)
+    assert Attempts(run).info()["fence"] == 2
+    assert [(attempt.number, attempt.host) for attempt in Attempts(run).all()] == [(1, "slow"), (2, "fast")]
 
 
 def test_an_end_that_sleeps_in_its_fsync_takes_nothing_back(run: RunDir) -> None:
-    run.begin_attempt(host="slow")
+    Attempts(run).begin(Attempt(host="slow"))
     program = f"""{SLOW_DISK}
 once = os.replace
 def then_slow(*paths, **folders):
     once(*paths, **folders)
     os.replace, os.fsync = once, slow
 os.replace = then_slow
-run.end_attempt(1, job="killed")
+Attempts(run).amend(1, failed_with(Code.KILLED, "late", ""))
 """
     with children(run, program) as [child]:
         await_stopped(child)  # its own file is written; it has put run.json together, and writes it
-        assert run.begin_attempt(host="fast") == 2
-        run.update(reducer={"ranks": 2})
+        assert Attempts(run).begin(Attempt(host="fast")) == 2
+        Attempts(run).update(reducer={"ranks": 2})
         child.send_signal(signal.SIGCONT)
         child.communicate(timeout=30)
-    info = run.info()
+    info = Attempts(run).info()
     assert (info["fence"], info["reducer"]) == (2, {"ranks": 2})
-    assert [(entry["host"], entry.get("job")) for entry in info["attempts"]] == [("slow", "killed"), ("fast", None)]
+    assert [(attempt.host, attempt.verdict and attempt.verdict.reason) for attempt in Attempts(run).all()] == [
+        ("slow", "late"),
+        ("fast", None),
+    ]
     with pytest.raises(Replaced):
-        run.check_fence(1)
+        Attempts(run).check_fence(1)
 
 
 def test_a_folder_of_an_older_version_goes_on_above_its_fence(run: RunDir) -> None:
     past = [{"attempt": 4, "from_step": None, "to_step": 7}, {"attempt": 5, "host": "n1"}]
     old = {"id": "abc", "created": 1.5, "fence": 5, "attempts": past, "reducer": {"ranks": 2, "reducer": "mpi"}}
     run.run_json.write_text(json.dumps(old))
-    run.check_fence(5)
-    assert run.begin_attempt(host="n2") == 6
-    run.end_attempt(5, job="vanished")
-    info = run.info()
+    Attempts(run).check_fence(5)
+    assert Attempts(run).begin(Attempt(host="n2")) == 6
+    Attempts(run).amend(5, failed_with(Code.VANISHED, "gone", ""))
+    info = Attempts(run).info()
     assert {key: info[key] for key in ("id", "created", "reducer", "fence")} == {
         **{key: old[key] for key in ("id", "created", "reducer")},
         "fence": 6,
     }
-    assert info["attempts"][0] == past[0] and info["attempts"][1]["job"] == "vanished"
+    assert info["attempts"][0] == past[0] and info["attempts"][1]["verdict"]["code"] == "vanished"
     assert [entry["host"] for entry in info["attempts"][1:]] == ["n1", "n2"]
     with pytest.raises(Replaced, match="by attempt 6"):
-        run.check_fence(5)
+        Attempts(run).check_fence(5)
 
 
 def test_an_attempt_that_an_older_version_began_counts(run: RunDir) -> None:
-    run.begin_attempt()
-    info = run.info()
+    Attempts(run).begin()
+    info = Attempts(run).info()
     run.run_json.write_text(json.dumps({**info, "fence": 2, "attempts": [*info["attempts"], {"attempt": 2}]}))
     with pytest.raises(Replaced, match="by attempt 2"):
-        run.check_fence(1)
-    assert run.begin_attempt() == 3
-    assert [entry["attempt"] for entry in run.attempts()] == [1, 2, 3]
+        Attempts(run).check_fence(1)
+    assert Attempts(run).begin() == 3
+    assert [attempt.number for attempt in Attempts(run).all()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"attempt": 3, "run": []}'])
 def test_a_number_whose_file_was_torn_counts_all_the_same(run: RunDir, content: str) -> None:
-    run.begin_attempt(host="n1")
-    run.numbers.path(2).write_text(content)
-    assert run.begin_attempt() == 3
-    assert [entry["attempt"] for entry in run.attempts()] == [1, 2, 3]
+    Attempts(run).begin(Attempt(host="n1"))
+    Attempts(run).tickets.path(2).write_text(content)
+    assert Attempts(run).begin() == 3
+    assert [attempt.number for attempt in Attempts(run).all()] == [1, 2, 3]
 
 
 def test_a_run_json_that_was_removed_is_written_again(run: RunDir) -> None:
-    run.begin_attempt(host="n1")
-    identity = run.info()["id"]
+    Attempts(run).begin(Attempt(host="n1"))
+    identity = Attempts(run).info()["id"]
     run.run_json.unlink()
-    assert run.begin_attempt() == 2
-    assert run.attempts()[0]["host"] == "n1" and run.info()["id"] == identity
+    assert Attempts(run).begin() == 2
+    assert Attempts(run).all()[0].host == "n1" and Attempts(run).info()["id"] == identity
 
 
 def test_a_fence_that_cannot_be_seen_is_none_that_is_lost(run: RunDir) -> None:
-    run.begin_attempt()
-    run.numbers.path(1).unlink()
-    run.numbers.folder.rmdir()
-    run.numbers.folder.touch()
+    Attempts(run).begin()
+    Attempts(run).tickets.path(1).unlink()
+    Attempts(run).tickets.folder.rmdir()
+    Attempts(run).tickets.folder.touch()
     with pytest.raises(NotADirectoryError):
-        run.check_fence(1)
+        Attempts(run).check_fence(1)
     hook = StopRequests(StopSignals(), run, print)
     hook.before_fit(SimpleNamespace(world=alone()))  # type: ignore[arg-type]
     assert hook.agree() == 0
@@ -350,7 +365,7 @@ from hpctrain.run import live_lock
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 live_lock.BEAT_S = 0.1
-verdict = supervise(run, lambda number: Launch(["sleep", "600"], {}, 1, saves=False), Limits(), {})
+verdict = supervise(run, lambda number: Launch(["sleep", "600"], {}, 1, saves=False), Limits(), Attempt())
 print(json.dumps(verdict.to_json()))
 """
 
@@ -358,13 +373,13 @@ print(json.dumps(verdict.to_json()))
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run: RunDir, asleep: bool) -> None:
     with children(run, SUPERVISOR) as [child]:
-        wait_for("attempt", run.attempts)
+        wait_for("attempt", Attempts(run).all)
         wait_for("ranks", lambda: run.log("launcher", 1).exists())
         if asleep:
             child.send_signal(signal.SIGSTOP)
             await_stopped(child)
         new = take_over(run)
-        assert run.begin_attempt(host="n9") == 2
+        assert Attempts(run).begin(Attempt(host="n9")) == 2
         begin = time.monotonic()
         child.send_signal(signal.SIGCONT)
         verdict = json.loads(child.communicate(timeout=30)[0])
@@ -373,8 +388,8 @@ def test_a_supervisor_that_was_replaced_ends_its_ranks_and_touches_nothing(run: 
     assert "has been taken over by" in verdict["reason"]
     new.check()
     assert read(run.lock_file) == new.holder
-    assert run.info()["fence"] == 2 and "verdict" not in run.attempts()[1]
-    assert run.attempts()[0]["verdict"] == verdict
+    assert Attempts(run).info()["fence"] == 2 and Attempts(run).all()[1].verdict is None
+    assert Attempts(run).info()["attempts"][0]["verdict"] == verdict
     new.release()
 
 
@@ -385,7 +400,7 @@ def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run: RunDir,
         newer.append(take_over(run))
         return Launch(["touch", str(tmp_path / "started")], {}, 1, saves=False)
 
-    verdict = supervise(run, prepare, Limits(), {})
+    verdict = supervise(run, prepare, Limits(), Attempt())
     assert (verdict.exit_code, verdict.cause) == (ExitCode.DO_NOT_REQUEUE, "replaced")
     assert not (tmp_path / "started").exists()
     newer[0].check()
@@ -393,13 +408,13 @@ def test_nothing_is_started_that_was_replaced_while_it_was_prepared(run: RunDir,
 
 
 def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run: RunDir) -> None:
-    run.begin_attempt()
+    Attempts(run).begin()
     trainer: Any = SimpleNamespace(world=alone(), state=SimpleNamespace(step=3))
     hook = StopRequests(StopSignals(), run, print)
     hook.before_fit(trainer)
     result: Any = None
     assert hook.after_step(trainer, result) is None
-    run.begin_attempt()
+    Attempts(run).begin()
     assert hook.after_step(trainer, result) is None, "the fence is looked at now and then only"
     hook.next_look_at_fence = 0.0
     with pytest.raises(Replaced, match="has been replaced by a newer one"):
@@ -407,13 +422,13 @@ def test_ranks_end_at_a_step_boundary_where_a_newer_attempt_has_begun(run: RunDi
 
 
 def test_a_plain_command_is_ended_where_a_newer_attempt_has_begun(run: RunDir) -> None:
-    run.begin_attempt()
+    Attempts(run).begin()
     words = [sys.executable, "-m", "hpctrain.rank.plain_command", "bash", "-c", "echo $$; exec sleep 600"]
     environment = {**os.environ, RUN_DIR: str(run.path), ATTEMPT: "1"}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         program = int(rank.stdout.readline())
-        run.begin_attempt()
+        Attempts(run).begin()
         try:
             assert rank.wait(30) == ExitCode.DO_NOT_REQUEUE
         finally:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import threading
 from typing import Any
 
 import pytest
 
 from hpctrain.config.sections import Config, TrainConfig
-from hpctrain.errors import Replaced, RunFailed, UserError
+from hpctrain.errors import Code, ExitCode, Replaced, RunFailed, UserError
+from hpctrain.run import last_words
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
+from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, stop_request
+from hpctrain.run.verdict import Action, Verdict
 
 
 @pytest.fixture
@@ -43,16 +49,16 @@ def test_a_folder_that_cannot_be_made_is_the_users_matter(tmp_path):
 
 
 def test_attempts_count_up_and_fence_off_older_ones(run_dir):
-    assert [run_dir.begin_attempt(ranks=2), run_dir.begin_attempt(ranks=4)] == [1, 2]
-    assert [entry["ranks"] for entry in run_dir.attempts()] == [2, 4]
-    run_dir.check_fence(2)
+    assert [Attempts(run_dir).begin(Attempt(ranks=2)), Attempts(run_dir).begin(Attempt(ranks=4))] == [1, 2]
+    assert [attempt.ranks for attempt in Attempts(run_dir).all()] == [2, 4]
+    Attempts(run_dir).check_fence(2)
     with pytest.raises(Replaced, match="replaced by attempt 2"):
-        run_dir.check_fence(1)
+        Attempts(run_dir).check_fence(1)
 
 
 def test_concurrent_attempts_get_different_numbers(run_dir):
     numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(run_dir.begin_attempt())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: numbers.append(Attempts(run_dir).begin())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -61,22 +67,23 @@ def test_concurrent_attempts_get_different_numbers(run_dir):
 
 
 def test_a_new_attempt_forgets_an_old_stop_request(run_dir):
-    run_dir.request_stop("signal USR1")
-    run_dir.request_stop("someone")
-    run_dir.request_stop("someone later")
-    assert run_dir.stop_requested_by() == "someone", "a person's wish, and the first one's"
-    run_dir.begin_attempt()
-    assert run_dir.stop_requested_by() is None
+    request_stop(run_dir, StopRequest.of_signal(signal.SIGUSR1))
+    request_stop(run_dir, StopRequest("someone"))
+    request_stop(run_dir, StopRequest("someone later"))
+    assert stop_request(run_dir) == StopRequest("someone"), "a person's wish, and the first one's"
+    Attempts(run_dir).begin()
+    assert stop_request(run_dir) is None
 
 
 def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
-    run_dir.begin_attempt()
+    Attempts(run_dir).begin()
     (run_dir.checkpoints / "step-000000012").mkdir()
     (run_dir.checkpoints / "step-000000012" / "manifest.json").write_text("{}")
     (run_dir.checkpoints / "step-000000099").mkdir()
-    run_dir.end_attempt(1, verdict={"action": "done"})
-    entry = run_dir.attempts()[0]
-    assert (entry["from_step"], entry["to_step"], entry["verdict"]) == (None, 12, {"action": "done"})
+    verdict = Verdict(Action.DONE, ExitCode.DONE, "done", code=Code.COMPLETED)
+    Attempts(run_dir).end(1, verdict, [])
+    entry = Attempts(run_dir).all()[0]
+    assert (entry.from_step, entry.to_step, entry.verdict) == (None, 12, verdict)
 
 
 def test_events_of_both_files_come_merged_by_time(run_dir):
@@ -112,8 +119,8 @@ def test_steps_computed_again_after_a_resume_count_once(run_dir, monkeypatch):
 def test_a_partial_folder_reads_as_empty(tmp_path):
     run_dir = RunDir(tmp_path / "nothing")
     assert run_dir.read_events() == []
-    assert run_dir.info() == {}
-    assert run_dir.read_words(1) == {}
+    assert Attempts(run_dir).info() == {}
+    assert last_words.read(run_dir, 1) is None
     assert run_dir.newest_checkpoint_step() is None
 
 
@@ -124,17 +131,42 @@ def test_a_full_disk_ends_clearly(run_dir, monkeypatch):
         run_dir.monitor_event("straggler", 2)
 
 
-@pytest.mark.parametrize(("error", "expected"), [(errno.EACCES, "STOP file"), (errno.ESTALE, None), (errno.EIO, None)])
+@pytest.mark.parametrize(("error", "expected"), [(errno.EACCES, BY_PERSON), (errno.ESTALE, None), (errno.EIO, None)])
 def test_a_stop_file_that_cannot_be_read_ends_no_supervisor(run_dir, monkeypatch, error, expected):
     def refused(*_: object, **__: object) -> int:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "open", refused)
-    assert run_dir.stop_requested_by() == expected
+    assert stop_request(run_dir) == expected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"fence": "x"}', '{"attempts": 1}', '{"attempts": [{"ended": 1}]}'])
 def test_damaged_identity_is_said(run_dir, content):
     run_dir.run_json.write_text(content)
     with pytest.raises(UserError, match="damaged"):
-        run_dir.info()
+        Attempts(run_dir).info()
+
+
+@pytest.mark.parametrize(
+    ("content", "by", "signal_number"),
+    [
+        ("", "STOP file", None),
+        ("ada\n", "ada", None),
+        ("signal SIGTERM\n", "signal SIGTERM", None),
+        ('signal SIGUSR1\n{"signal": "SIGUSR1"}\n', "signal SIGUSR1", signal.SIGUSR1),
+        ('{"signal": "SIGUSR1"}\n', '{"signal": "SIGUSR1"}', None),
+        ('ada\n{"signal": "SIGNOTHING"}\n', 'ada {"signal": "SIGNOTHING"}', None),
+        ('ada\n{"signal": 1}\n', 'ada {"signal": 1}', None),
+        ("ada\n[]\n", "ada []", None),
+    ],
+)
+def test_only_a_process_writes_a_signals_request(run_dir, content, by, signal_number):
+    run_dir.stop_file.write_text(content)
+    assert stop_request(run_dir) == StopRequest(by, signal_number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, Code.TIME_LIMIT), (signal.SIGTERM, Code.STOPPED)])
+def test_a_signals_request_says_why(run_dir, number, code):
+    request_stop(run_dir, StopRequest.of_signal(number))
+    found = stop_request(run_dir)
+    assert found == StopRequest.of_signal(number) and found.code is code

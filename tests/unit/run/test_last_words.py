@@ -8,6 +8,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.errors import Code, ExitCode
+from hpctrain.run import last_words
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import (
     FILE_BYTES,
@@ -20,6 +22,9 @@ from hpctrain.run.last_words import (
     merge,
     padded,
 )
+from hpctrain.run.verdict import Action, Verdict
+
+DONE = Verdict(Action.DONE, ExitCode.DONE, "done after step 4", code=Code.COMPLETED)
 
 
 def opened(tmp_path) -> RunDir:
@@ -43,11 +48,11 @@ def test_the_last_word_overwrites_the_first_in_place(tmp_path):
 
 @given(st.text(max_size=30000), st.text(max_size=30000), st.text(max_size=100))
 def test_a_word_fits_its_room_whatever_the_error(traceback, what, fix):
-    error = ErrorWord(what, fix, "ValueError", traceback)
+    error = ErrorWord(what, fix, "ValueError", traceback, Code.DISK_FULL)
     content = padded(LastWord(0, "n1", 1, 1.0, 1.0, Ending.FAILED, error=error))
     read = LastWord.from_json(json.loads(content))
     assert read.error is not None
-    assert read.error.fix == fix
+    assert read.error.fix == fix and read.error.code is Code.DISK_FULL
     if len(what.encode()) + len(traceback.encode()) < 1000:
         assert len(content) == FILE_BYTES
         assert read.error == error
@@ -62,10 +67,10 @@ def test_words_are_merged_by_rank_and_their_pieces_removed(tmp_path):
     for rank, pid in ((1, 10), (0, 11)):
         word = dataclasses.replace(first_word(rank), pid=pid)
         WordFile.of(run_dir, 2, word).begin(word)
-    merge(run_dir, 2, collect(run_dir, 2), {"action": "done"})
-    saved = run_dir.read_words(2)
-    assert [entry["rank"] for entry in saved["ranks"]] == [0, 1]
-    assert saved["verdict"] == {"action": "done"}
+    merge(run_dir, 2, collect(run_dir, 2), DONE)
+    saved = last_words.read(run_dir, 2)
+    assert saved is not None and saved.verdict == DONE
+    assert [word.rank for word in saved.ranks] == [0, 1]
     assert [path.name for path in run_dir.ranks.iterdir()] == ["2.json"]
 
 
@@ -75,3 +80,12 @@ def test_a_damaged_piece_is_left_out(tmp_path):
     WordFile.of(run_dir, 1, word).begin(word)
     (run_dir.ranks / "1" / "n1-7.json").write_text("{")
     assert collect(run_dir, 1) == [word]
+
+
+def test_words_without_codes_have_none_that_is_known(tmp_path):
+    """As an earlier version wrote them."""
+    error = ErrorWord("No space left on device", "free space", "RunFailed", "", Code.DISK_FULL)
+    saved = LastWord(0, "n1", 1, 1.0, 1.0, Ending.FAILED, error=error).to_json()
+    del saved["error"]["code"]
+    read = LastWord.from_json(saved)
+    assert read.error is not None and read.error.code is Code.UNKNOWN and read.code is None

@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.errors import ExitCode, HpctrainError, RunFailed, UserError
 from hpctrain.launch.attempt import Launch, Limits
-from hpctrain.launch.engines.slurm.probe import write_error
+from hpctrain.launch.engines.slurm.probe import write_problem
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run import deaths
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import WordFile, first_word, merge
+from hpctrain.run.last_words import WordFile, first_word, merge, read
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.stop_request import StopRequest, request_stop, stop_request
+from hpctrain.run.verdict import Action, Verdict
 
+SIGNAL = 'signal processing, a thesis\n{"signal": "SIGTERM"}\n'
 TEXT = '{"ending": "years of work"}\n'
 
 
@@ -48,17 +52,17 @@ def is_untouched(thesis: Path) -> bool:
 
 def start(run: RunDir) -> None:
     """One attempt, from taking the folder to the verdict."""
-    supervise(run, lambda number: Launch(["true"], {}, 1), Limits(), {}, run_yaml="name: x\n")
+    supervise(run, lambda number: Launch(["true"], {}, 1), Limits(), Attempt(), "name: x\n")
 
 
 def test_words_of_an_attempt_are_not_removed_behind_a_link(run: RunDir, thesis: Path) -> None:
     (run.ranks / "1").symlink_to(thesis)
     start(run)
-    assert run.read_words(1), "the attempt has its verdict"
+    assert read(run, 1), "the attempt has its verdict"
     with pytest.raises(RunFailed, match="ranks/1 is a link"):
         WordFile.of(run, 1, first_word(0)).begin(first_word(0))
     WordFile.of(run, 1, first_word(0)).end(first_word(0))
-    merge(run, 1, [], {})
+    merge(run, 1, [], Verdict(Action.DONE, ExitCode.DONE, ""))
     assert is_untouched(thesis)
 
 
@@ -110,7 +114,7 @@ def test_no_file_of_a_run_is_written_through_a_link(run: RunDir, thesis: Path, m
     assert "events.jsonl is a link" in told[0]
     with pytest.raises(RunFailed, match="is a link"):
         run.monitor_event("hang", 1)
-    run.request_stop("someone")
+    request_stop(run, StopRequest("someone"))
     deaths.note(0)
     with LiveLock(run, myself()).held():
         pass
@@ -119,11 +123,11 @@ def test_no_file_of_a_run_is_written_through_a_link(run: RunDir, thesis: Path, m
 
 
 def test_a_stop_that_replaces_that_of_a_signal_is_not_written_through_a_link(run: RunDir, thesis: Path) -> None:
-    (thesis / "chapter.json").write_text("signal processing, a thesis\n")
+    (thesis / "chapter.json").write_text(SIGNAL)
     run.stop_file.symlink_to(thesis / "chapter.json")
-    run.request_stop("someone")
-    assert run.stop_requested_by() == "someone"
-    assert (thesis / "chapter.json").read_text() == "signal processing, a thesis\n"
+    request_stop(run, StopRequest("someone"))
+    assert stop_request(run) == StopRequest("someone")
+    assert (thesis / "chapter.json").read_text() == SIGNAL
 
 
 def test_preflight_overwrites_nothing_in_shared_scratch(tmp_path: Path, thesis: Path) -> None:
@@ -131,6 +135,6 @@ def test_preflight_overwrites_nothing_in_shared_scratch(tmp_path: Path, thesis: 
     scratch.mkdir()
     guessed = scratch / f".hpctrain-probe-{socket.gethostname()}-{os.getpid()}"
     guessed.symlink_to(thesis / "chapter.json")
-    assert write_error(scratch) is None
+    assert write_problem("scratch", scratch) == {"scratch_error": None}
     assert list(scratch.iterdir()) == [guessed] and is_untouched(thesis)
-    assert "No such file" in (write_error(tmp_path / "missing") or "")
+    assert "No such file" in str(write_problem("scratch", tmp_path / "missing"))

@@ -6,22 +6,32 @@ import dataclasses
 
 import pytest
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import Code, ExitCode
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.decision import blame, decide, trailing_failures
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
-from hpctrain.run.verdict import Action, Stop, Verdict, blame, decide, trailing_failures
+from hpctrain.run.verdict import Action, Stop, Verdict, failed_with
 
 PERSON = Stop("signal SIGINT", by_person=True)
-SCHEDULER = Stop("signal SIGUSR1", by_person=False)
-ADVANCED = {"attempt": 1, "from_step": 10, "to_step": 20}
-STUCK = {"attempt": 1, "from_step": 10, "to_step": 10, "verdict": {"exit_code": 70}}
+SCHEDULER = Stop("signal SIGUSR1", by_person=False, code=Code.TIME_LIMIT)
+ADVANCED = Attempt(1, from_step=10, to_step=20)
+STUCK = Attempt(1, from_step=10, to_step=10, verdict=failed_with(Code.EXCEPTION, "x", ""))
 
 
 def word(rank: int, ending: Ending, **fields) -> LastWord:
     return dataclasses.replace(LastWord(rank, f"n{rank}", 100 + rank, 1.0, 0.0, ending, step=7), **fields)
 
 
-def failed(rank: int, what: str, ended: float, code: ExitCode = ExitCode.FAILURE) -> LastWord:
-    return word(rank, Ending.FAILED, ended=ended, exit_code=int(code), error=ErrorWord(what, "fix it", "E", ""))
+def failed(
+    rank: int, what: str, ended: float, exit_code: ExitCode = ExitCode.FAILURE, code: Code = Code.EXCEPTION
+) -> LastWord:
+    error = ErrorWord(what, "fix it", "E", "", code)
+    return word(rank, Ending.FAILED, ended=ended, exit_code=int(exit_code), error=error)
+
+
+def after(code: Code, exit_code: ExitCode = ExitCode.FAILURE) -> Attempt:
+    """An attempt that came no further and ended so."""
+    return dataclasses.replace(STUCK, verdict=Verdict(Action.REQUEUE, exit_code, "x", code=code))
 
 
 def both(ending: Ending) -> list[LastWord]:
@@ -29,27 +39,27 @@ def both(ending: Ending) -> list[LastWord]:
 
 
 @pytest.mark.parametrize(
-    ("words", "attempt", "stop", "action", "code"),
+    ("words", "attempt", "stop", "action", "exit_code", "code"),
     [
-        (both(Ending.COMPLETED), ADVANCED, None, Action.DONE, 0),
-        (both(Ending.EARLY), ADVANCED, None, Action.DONE, 0),
-        (both(Ending.COMPLETED), ADVANCED, SCHEDULER, Action.DONE, 0),
-        (both(Ending.STOPPED), ADVANCED, PERSON, Action.STOP, 75),
-        (both(Ending.STOPPED), STUCK, PERSON, Action.STOP, 75),
-        (both(Ending.STOPPED), ADVANCED, SCHEDULER, Action.REQUEUE, 75),
-        (both(Ending.STOPPED), STUCK, SCHEDULER, Action.DO_NOT_REQUEUE, 76),
-        ([word(0, Ending.TAKEN_DOWN), failed(1, "x", 1.0)], ADVANCED, None, Action.REQUEUE, 70),
-        ([word(0, Ending.TAKEN_DOWN), failed(1, "x", 1.0, ExitCode.USER_ERROR)], ADVANCED, None, Action.FAIL, 64),
-        ([failed(0, "x", 1.0, ExitCode.DO_NOT_REQUEUE)], ADVANCED, None, Action.FAIL, 76),
-        ([word(0, Ending.TAKEN_DOWN), word(1, Ending.KILLED)], ADVANCED, None, Action.REQUEUE, 70),
-        ([word(0, Ending.VANISHED), word(1, Ending.COMPLETED)], ADVANCED, None, Action.REQUEUE, 70),
-        ([], ADVANCED, None, Action.REQUEUE, 70),
-        ([failed(0, "x", 1.0)], ADVANCED, PERSON, Action.STOP, 70),
+        (both(Ending.COMPLETED), ADVANCED, None, Action.DONE, 0, Code.COMPLETED),
+        (both(Ending.EARLY), ADVANCED, None, Action.DONE, 0, Code.COMPLETED),
+        (both(Ending.COMPLETED), ADVANCED, SCHEDULER, Action.DONE, 0, Code.COMPLETED),
+        (both(Ending.STOPPED), ADVANCED, PERSON, Action.STOP, 75, Code.STOPPED),
+        (both(Ending.STOPPED), STUCK, PERSON, Action.STOP, 75, Code.STOPPED),
+        (both(Ending.STOPPED), ADVANCED, SCHEDULER, Action.REQUEUE, 75, Code.TIME_LIMIT),
+        (both(Ending.STOPPED), STUCK, SCHEDULER, Action.DO_NOT_REQUEUE, 76, Code.NO_PROGRESS),
+        ([word(0, Ending.TAKEN_DOWN), failed(1, "x", 1.0)], ADVANCED, None, Action.REQUEUE, 70, Code.EXCEPTION),
+        ([failed(1, "x", 1.0, ExitCode.USER_ERROR)], ADVANCED, None, Action.FAIL, 64, Code.EXCEPTION),
+        ([failed(0, "x", 1.0, ExitCode.DO_NOT_REQUEUE)], ADVANCED, None, Action.FAIL, 76, Code.EXCEPTION),
+        ([word(0, Ending.TAKEN_DOWN), word(1, Ending.KILLED)], ADVANCED, None, Action.REQUEUE, 70, Code.VANISHED),
+        ([word(0, Ending.VANISHED), word(1, Ending.COMPLETED)], ADVANCED, None, Action.REQUEUE, 70, Code.VANISHED),
+        ([], ADVANCED, None, Action.REQUEUE, 70, Code.VANISHED),
+        ([failed(0, "x", 1.0)], ADVANCED, PERSON, Action.STOP, 70, Code.EXCEPTION),
     ],
 )
-def test_what_follows_from_how_ranks_ended(words, attempt, stop, action, code):
+def test_what_follows_from_how_ranks_ended(words, attempt, stop, action, exit_code, code):
     verdict = decide(words, [attempt], max_failures=3, stop=stop)
-    assert (verdict.action, verdict.exit_code) == (action, code)
+    assert (verdict.action, verdict.exit_code, verdict.code) == (action, exit_code, code)
 
 
 def test_the_earliest_error_is_the_cause():
@@ -63,16 +73,10 @@ def test_a_death_comes_before_the_errors_it_causes():
     assert blame(words).reason == "rank 1 on n1 was killed by SIGKILL"
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "note", "cause"),
-    [
-        (137, "was killed by SIGKILL", "killed"),
-        (3, "exited with code 3", "vanished"),
-        (None, "left in mid-run without an error", "vanished"),
-    ],
-)
-def test_a_rank_that_left_by_itself_was_not_killed(exit_code: int | None, note: str, cause: str) -> None:
-    assert blame([word(1, Ending.KILLED, note=note, exit_code=exit_code)]).cause == cause
+@pytest.mark.parametrize("code", [Code.KILLED, Code.VANISHED, Code.OUT_OF_MEMORY])
+def test_what_was_found_out_of_a_death_is_the_code_of_the_verdict(code: Code) -> None:
+    verdict = blame([word(1, Ending.KILLED, note="whatever it is called, memory or not", code=code)])
+    assert (verdict.code, verdict.cause) == (code, code.value)
 
 
 def test_an_error_of_all_ranks_names_none():
@@ -80,8 +84,7 @@ def test_an_error_of_all_ranks_names_none():
 
 
 def test_out_of_memory_has_its_own_advice():
-    verdict = blame([word(1, Ending.KILLED, note="was killed by the kernel: out of memory")])
-    assert verdict.cause == "out_of_memory"
+    verdict = blame([word(1, Ending.KILLED, note="was killed by the kernel", code=Code.OUT_OF_MEMORY)])
     assert "memory" in verdict.fix
 
 
@@ -95,7 +98,7 @@ def test_repeated_failure_ends_the_run():
 
 
 def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
-    stopped = {**STUCK, "verdict": {"exit_code": 75}}
+    stopped = after(Code.TIME_LIMIT, ExitCode.STOPPED)
     assert trailing_failures([STUCK, STUCK]) == 2
     assert trailing_failures([STUCK, ADVANCED, STUCK]) == 1
     assert trailing_failures([STUCK, stopped, STUCK]) == 1
@@ -103,30 +106,27 @@ def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
 
 
 def test_lost_nodes_are_not_counted_as_failures_of_the_run():
-    lost = {**STUCK, "verdict": {"exit_code": 70, "cause": "node"}}
+    lost = after(Code.NODE)
     assert trailing_failures([STUCK, lost, lost, STUCK]) == 2
-    node = Verdict(Action.REQUEUE, ExitCode.FAILURE, "a node was lost", cause="node")
+    node = failed_with(Code.NODE, "a node was lost", "")
     assert decide([], [STUCK, STUCK, STUCK], max_failures=3, failure=node) == node
 
 
 def test_an_attempt_that_was_replaced_is_not_run_again_and_not_counted() -> None:
-    replaced = {**STUCK, "verdict": {"exit_code": 76, "cause": "replaced"}}
-    assert trailing_failures([STUCK, replaced, STUCK]) == 2
-    word = failed(0, "attempt 1 has been replaced by attempt 2", 1.0, ExitCode.DO_NOT_REQUEUE)
-    assert word.error is not None
-    error = dataclasses.replace(word.error, type="Replaced")
-    verdict = decide([dataclasses.replace(word, error=error)], [STUCK], max_failures=3)
+    assert trailing_failures([STUCK, after(Code.IN_USE), STUCK]) == 2
+    word = failed(0, "attempt 1 has been replaced by attempt 2", 1.0, ExitCode.DO_NOT_REQUEUE, Code.IN_USE)
+    verdict = decide([word], [STUCK], max_failures=3)
     assert (verdict.action, verdict.exit_code, verdict.cause) == (Action.DO_NOT_REQUEUE, 76, "replaced")
 
 
 def test_an_attempt_that_died_with_its_supervisor_came_as_far_as_the_next_one_began():
-    died = {"attempt": 1, "from_step": 0}
-    assert trailing_failures([died, STUCK]) == 1
-    assert trailing_failures([{"attempt": 1, "from_step": 10}, STUCK]) == 2
+    assert trailing_failures([Attempt(1, from_step=0), STUCK]) == 1
+    assert trailing_failures([Attempt(1, from_step=10), STUCK]) == 2
+    assert trailing_failures([Attempt(1, from_step=0, ended=5.0), STUCK]) == 2, "its own end tells how far it came"
 
 
 def test_what_the_supervisor_ended_the_attempt_for_wins():
-    hang = Verdict(Action.REQUEUE, ExitCode.FAILURE, "hang", cause="hang")
+    hang = failed_with(Code.HANG, "hang", "")
     assert decide(both(Ending.COMPLETED), [ADVANCED], 3, failure=hang).reason == "hang"
 
 
@@ -142,3 +142,41 @@ def test_of_a_plain_command_no_checkpoint_is_expected(stop: Stop | None, action:
     verdict = decide(both(Ending.STOPPED), [STUCK], max_failures=3, stop=stop, saves=False)
     assert (verdict.action, verdict.exit_code) == (action, 75)
     assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "final"),
+    [(Code.EXCEPTION, Code.NO_PROGRESS), (Code.UNKNOWN, Code.NO_PROGRESS), (Code.DISK_FULL, Code.DISK_FULL)],
+)
+def test_the_code_of_repeated_failures_is_the_precise_one_if_there_is_one(code: Code, final: Code) -> None:
+    verdict = decide([failed(1, "boom", 1.0, code=code)], [STUCK] * 3, max_failures=3)
+    assert (verdict.action, verdict.code) == (Action.DO_NOT_REQUEUE, final)
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("before_ranks", [False, True])
+def test_a_verdict_is_read_as_it_was_written(code: Code, before_ranks: bool) -> None:
+    verdict = Verdict(Action.FAIL, ExitCode.USER_ERROR, "a", "b", 1, "n1", code, before_ranks or code is Code.PREFLIGHT)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [("node", Code.NODE), ("replaced", Code.IN_USE), ("error", Code.UNKNOWN), (None, Code.UNKNOWN)],
+)
+def test_verdicts_without_codes_tell_what_their_cause_tells(cause: str | None, code: Code) -> None:
+    """As an earlier version wrote them: their sentences are not read."""
+    saved = {"action": "requeue", "exit_code": 70, "reason": "No space left on device", "cause": cause}
+    verdict = Verdict.from_json(saved)
+    assert verdict is not None and (verdict.code, verdict.reason) == (code, saved["reason"])
+
+
+@pytest.mark.parametrize("saved", [{}, {"action": None}, {"action": "of a later version"}])
+def test_what_is_no_verdict(saved: dict[str, str | None]) -> None:
+    assert Verdict.from_json(saved) is None
+
+
+def test_an_attempt_is_read_as_it_was_written() -> None:
+    attempt = Attempt(3, 1.0, 2.0, 4, 8, "n1", ("n1", "n2"), "7_1", "9", 2, 8, 2, {"numpy": "2"}, "abc", STUCK.verdict)
+    assert Attempt.from_json({**attempt.to_json(), "mood": "good"}) == attempt
+    assert Attempt.from_json({"attempt": 1, "verdict": None, "hosts": None}) == Attempt(1)

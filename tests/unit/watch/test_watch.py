@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from hpctrain.errors import Code
 from hpctrain.run import live_lock, standing
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.progress import Digest
 from hpctrain.run.standing import Life, Word
+from hpctrain.run.verdict import failed_with
 from hpctrain.watch.screen import ASCII, clean, draw, sparkline
 from hpctrain.watch.source import Source
 from hpctrain.watch.view import Found, View, make
@@ -190,7 +194,7 @@ def folder(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.create()
     run.run_yaml.write_text("name: wave\n")
-    run.begin_attempt(ranks=2)
+    Attempts(run).begin(Attempt(ranks=2))
     live_lock.LiveLock(run, live_lock.myself()).acquire()
     lines = [{"hosts": ["a"], "total_steps": 10**6, **event("run_started", 0)}, *(trained(n) for n in range(1, 5000))]
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -244,11 +248,11 @@ def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
     run.create()
     lock = live_lock.LiveLock(run, live_lock.myself())
     lock.acquire()
-    number = run.begin_attempt(ranks=1)
+    number = Attempts(run).begin(Attempt(ranks=1))
     assert (source.look().state.word, source.look().state.why) == (Word.RUNNING, "starting")
     run.events.write_text(json.dumps({"total_steps": 10, "hosts": ["a"], **event("run_started", 0)}) + "\n")
     assert source.look().state.why == ""
-    run.end_attempt(number, verdict=KILLED)
+    Attempts(run).end(number, failed_with(Code.KILLED, KILLED["reason"], KILLED["fix"]), [])
     lock.release()
     made = source.look()
     assert made.state == standing.State(Word.FAILED, "rank 1 on n2 was killed", is_over=True)

@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config.sections import Config
-from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import client, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
@@ -22,6 +21,8 @@ from hpctrain.launch.engines.slurm.preflight import Expected, Problem
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python
 
@@ -60,12 +61,11 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     """
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
-        skip_steps(PMIX_STEPS * unclean(run.attempts()[:-1], job.id))
+        skip_steps(PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
-    failed: list[str] = []
-    fix = ""
+    failed: list[tuple[Launcher, Problem]] = []
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
@@ -74,10 +74,10 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         if fatal is None:
             return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
-            raise NoRequeue(f"preflight: {fatal.what}", fatal.fix)
-        failed.append(f"{launcher.describe()}: {fatal.what}")
-        fix = fix or fatal.fix
-    raise UserError(f"preflight: {'; '.join(failed)}", fix)
+            raise NoRequeue(f"preflight: {fatal.what}", fatal.fix, fatal.code)
+        failed.append((launcher, fatal))
+    what = "; ".join(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed)
+    raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
 
 
 def launchers(config: Config, job: Job) -> list[Launcher]:
@@ -98,11 +98,11 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
     return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour)
 
 
-def unclean(attempts: Sequence[Mapping[str, Any]], job: str) -> int:
+def unclean(attempts: Sequence[Attempt], job: str) -> int:
     """Earlier attempts of this job after which something of its steps may lie around on a node."""
     clean = (ExitCode.DONE, ExitCode.STOPPED)
-    ours = [dict(attempt.get("verdict") or {}) for attempt in attempts if attempt.get("job") == job]
-    return sum(verdict.get("exit_code") not in clean or verdict.get("cause") is not None for verdict in ours)
+    verdicts = [attempt.verdict for attempt in attempts if attempt.job == job]
+    return sum(verdict is None or verdict.exit_code not in clean or verdict.cause is not None for verdict in verdicts)
 
 
 def skip_steps(number: int) -> None:
@@ -161,9 +161,8 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
     code, output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
-    if "hpctrain: " in output:
-        what, _, fix = output.partition("hpctrain: ")[2].strip().partition("\n  fix: ")
-        raise NoRequeue(f"stage-in: {what}", fix.split("\n")[0])
+    if told := preflight.reports(output.splitlines(), stage.MARK):
+        raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:
         foreign_text.show(output, sys.stderr)
         why = last_line(output) or f"it ended with code {code}"

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.errors import UserError
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system import safe_read
 
 PART_BYTES = 32 << 20
 """Of a log that has more than two of them, its first and its last are read."""
 NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
-OURS = (
-    r"^hpctrain: .+(?: of the job script failed|\n  fix: (?!the same command|nothing to do)|(?:\n  fix: .*)?\n  logs: )"
-)
-"""How the script and the supervisor tell an error; ends in order have no logs to look at, and little to fix."""
-ERROR = re.compile(
-    rf"Traceback|\b\w*Error\b|{OURS}|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT", re.MULTILINE
-)
+FOREIGN = re.compile(r"Traceback|\b\w*Error\b|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT")
+"""What Python, the kernel, Slurm and MPI libraries print of errors."""
+OURS = re.compile(r"^hpctrain: (?P<what>.+)\n  (?:fix|logs): ", re.MULTILINE)
+"""The form in which the job script and the supervisor tell errors, and ends in order too."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,30 @@ def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> li
     return sorted(found, key=lambda log: (log.attempt, not log.rank.isdigit(), log.rank.zfill(9), log.path))
 
 
-def first_error(logs: Sequence[Log]) -> tuple[Log, str] | None:
+def first_error(run: RunDir, logs: Sequence[Log]) -> tuple[Log, str] | None:
     """The log that fell silent first among those that show an error, and its lines from the error on."""
+    orderly = good_ends(run)
     candidates = []
     for log in logs:
         text = read(log.path)
-        if match := ERROR.search(text):
-            start = text.rfind("\n", 0, match.start()) + 1
+        found = [match.start() for match in OURS.finditer(text) if match["what"] not in orderly]
+        found += [match.start() for match in [FOREIGN.search(text)] if match]
+        if found:
+            start = text.rfind("\n", 0, min(found)) + 1
             candidates.append((log.rank == "job", log.path.stat().st_mtime, log, text[start : start + 4000]))
     if not candidates:
         return None
     _, _, log, text = min(candidates, key=lambda each: each[:2])
     return log, text
+
+
+def good_ends(run: RunDir) -> set[str]:
+    """What was said of attempts that did not fail."""
+    try:
+        verdicts = [attempt.verdict for attempt in Attempts(run).all()]
+    except UserError:  # a damaged run.json hides no log
+        return set()
+    return {verdict.reason for verdict in verdicts if verdict and not verdict.is_failure}
 
 
 def read(path: Path) -> str:

@@ -6,10 +6,11 @@ import functools
 import json
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.errors import Code
 from hpctrain.launch.engines.slurm.probe import MARK
 
 Reports = Sequence[dict[str, Any]]
@@ -39,14 +40,15 @@ class Problem:
     launcher: bool = False
     """Another launcher may cure it."""
     fatal: bool = True
+    code: Code = Code.PREFLIGHT
 
 
-def reports(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The probes' reports among whatever else the ranks printed."""
+def reports(lines: Iterable[str], mark: str = MARK) -> list[dict[str, Any]]:
+    """The probes' reports, or those of other programs of ours, among whatever else the ranks printed."""
     found = []
     for line in lines:
-        _, mark, rest = line.partition(MARK)
-        if mark:
+        _, is_ours, rest = line.partition(mark)
+        if is_ours:
             try:
                 found.append(json.JSONDecoder().raw_decode(rest)[0])
             except ValueError:
@@ -99,11 +101,18 @@ def _folders(first: Reports) -> list[Problem]:
         if error := report["scratch_error"]:
             what = f"scratch of {host} cannot be written: {error}"
             fix = f"exclude the host (--exclude {host}), or name another folder in launch.slurm.scratch"
-            found[host, "scratch"] = Problem(what, fix, host)
+            found[host, "scratch"] = Problem(what, fix, host, code=_code(report, "scratch"))
         if error := report["run_dir_error"]:
             what = f"the run folder cannot be written on {host}: {error}"
-            found[host, "run"] = Problem(what, "put run_dir on a file system that all nodes share and may write", host)
+            fix = "put run_dir on a file system that all nodes share and may write"
+            found[host, "run"] = Problem(what, fix, host, code=_code(report, "run_dir"))
     return list(found.values())
+
+
+def _code(report: Mapping[str, Any], folder: str) -> Code:
+    """Why a folder cannot be written, where that is one of the things that have a code of their own."""
+    code = Code.read(report.get(f"{folder}_code"))
+    return Code.PREFLIGHT if code in (Code.EXCEPTION, Code.UNKNOWN) else code
 
 
 def _devices(first: Reports, expected: Expected) -> list[Problem]:
@@ -161,7 +170,7 @@ def _alone(first: Reports, joined: Reports, expected: Expected) -> Problem | Non
     if sizes == {1}:
         what = f"{len(joined)} ranks of {library} each believe to be alone: srun's MPI type does not match the library"
         fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"
-        return Problem(what, fix, launcher=True)
+        return Problem(what, fix, launcher=True, code=Code.SINGLETONS)
     what = f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}"
     return Problem(what, "try launch.launcher: mpirun", launcher=True)
 

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from hpctrain.errors import code_of
+
 MARK = "hpctrain-probe "
 
 
@@ -33,8 +35,8 @@ def main() -> int:
         "time": time.time(),
         "cpus": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
         "devices": devices(),
-        "run_dir_error": write_error(args.run_dir),
-        "scratch_error": write_error(scratch_dir(args.scratch)),
+        **write_problem("run_dir", args.run_dir),
+        **write_problem("scratch", scratch_dir(args.scratch)),
         "scratch": str(scratch_dir(args.scratch)),
     }
     say({"stage": "host", **host})
@@ -57,14 +59,14 @@ def scratch_dir(named: str) -> Path:
     return Path(named) if named else Path(tempfile.gettempdir())
 
 
-def write_error(folder: Path) -> str | None:
-    """Why a file cannot be written there, or None."""
+def write_problem(name: str, folder: Path) -> dict[str, str | None]:
+    """Why a file cannot be written there, and the code for that; None where it can."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpctrain-probe-") as file:
             file.write(b"x" * 4096)
     except OSError as error:
-        return f"{folder}: {error.strerror}"
-    return None
+        return {f"{name}_error": f"{folder}: {error.strerror}", f"{name}_code": code_of(error)}
+    return {f"{name}_error": None}
 
 
 def devices() -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
@@ -15,6 +15,8 @@ from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import Submitted, apart, note, submissions
 from hpctrain.launch.supervisor import say
 from hpctrain.monitor.chief.exclude import excluded
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 
 T = TypeVar("T")
@@ -43,7 +45,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise Ended("the job has been cancelled", "hpctrain resume goes on from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    if requeues(run.attempts(), submissions(run), job.id) >= slurm.max_requeues:
+    if requeues(Attempts(run).all(), submissions(run), job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
     # Slurm's names of nodes have no domain, most often; the monitor's are the hosts' own.
     avoided = [entry.host.partition(".")[0] for entry in excluded(run.monitor, time.time())]
@@ -78,13 +80,13 @@ def patiently(ask: Callable[[], T], again: type[client.Unanswered] = client.Unhe
     return ask()
 
 
-def requeues(attempts: Sequence[Mapping[str, Any]], jobs: Sequence[Submitted], job: str) -> int:
+def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -> int:
     """Times that the job, or one that it replaces, has started again: by us, by Slurm or by a person."""
     replaced = {each.job: each.replaces for each in jobs}
     line: list[str | None] = [job]
     while (before := replaced.get(str(line[-1]))) is not None:
         line.append(before)
-    return max(0, sum(attempt.get("job") in line for attempt in attempts) - 1)
+    return max(0, sum(attempt.job in line for attempt in attempts) - 1)
 
 
 def end_chain(run: RunDir, job: Job) -> None:

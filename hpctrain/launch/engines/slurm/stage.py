@@ -17,11 +17,13 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.errors import HpctrainError, RunFailed, UserError, code_of
 from hpctrain.system import foreign_text
 from hpctrain.system.files import Diverted, make_private, replacement
 
 BLOCK_BYTES = 8 * 2**20
+MARK = "hpctrain-stage "
+"""Before the JSON of what went wrong on a node."""
 RECORD = ".hpctrain-staged.json"
 ROOM = "name a folder with room in launch.slurm.scratch"
 
@@ -38,7 +40,7 @@ def main() -> int:
         if args.unpack:
             unpack(args.unpack, args.folder / "environment")
     except HpctrainError as error:
-        foreign_text.show(f"hpctrain: {error}", sys.stderr)
+        foreign_text.show(MARK + json.dumps({"what": error.what, "fix": error.fix, "code": code_of(error)}), sys.stderr)
         return error.exit_code
     return 0
 

@@ -10,10 +10,12 @@ from typing import Any
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.submission import submissions
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_follower import Following
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.run.progress import Digest, finding
+from hpctrain.run.stop_request import stop_request
 from hpctrain.system import foreign_text
 
 UNKNOWN = "UNKNOWN"
@@ -117,7 +119,10 @@ def progress_of(run: RunDir) -> Progress:
     """What the run folder knows now."""
     following = Following(run)
     digest = following.catch_up()
-    found = progress(digest, run.info(), run.newest_checkpoint_step(), run.stop_requested_by(), time.time())
+    asked = stop_request(run)
+    found = progress(
+        digest, Attempts(run).info(), run.newest_checkpoint_step(), asked.by if asked else None, time.time()
+    )
     return replace(found, left_out=following.decoder.note or None)
 
 

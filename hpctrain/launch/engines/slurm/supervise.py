@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
-from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.local import plain_command, rank_environment
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
@@ -19,15 +19,17 @@ from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import Submitted, record, settle, signal_s, submissions
 from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
-from hpctrain.run import live_lock, provenance
-from hpctrain.run.folder import RunDir, is_signal
+from hpctrain.run import live_lock
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
-from hpctrain.run.verdict import NODE, PREFLIGHT, REPLACED, Action, Verdict
+from hpctrain.run.stop_request import StopRequest, stop_request
+from hpctrain.run.verdict import Action, Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank
-from hpctrain.system.files import write_atomically
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""
@@ -56,17 +58,17 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         run_dir,
         lambda number: make_launch(config, run_dir, job, number, verbose),
         limits(config, run_dir),
-        facts={"job": job.id, "restarts": job.restarts, "nodes": job.nodes, "ranks": job.ranks, **provenance.of_run()},
+        facts=Attempt(job=job.id, restarts=job.restarts, nodes=job.nodes, ranks=job.ranks),
         run_yaml=dump(config),
         verbose=verbose,
         by_person=lambda number: by_person(number, job),
     )
-    if verdict.cause == REPLACED:  # the run's jobs, this one's next start among them, are the newer attempt's
+    if verdict.code is Code.IN_USE:  # the run's jobs, this one's next start among them, are the newer attempt's
         report(verdict, run_dir)
         return verdict.exit_code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that the time is nearly over is no reason not to requeue
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
-    final = in_view_of(who, verdict, asked=run_dir.stop_requested_by())
+    final = in_view_of(who, verdict, asked=stop_request(run_dir))
     if final is not verdict:
         amend(run_dir, job, final)
     report(final, run_dir)
@@ -88,7 +90,7 @@ def by_person(number: int, job: Job) -> bool:
     return who_ends(client.job_fields(job.id), job.restarts) in (Who.PERSON, Who.NOBODY)
 
 
-def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
+def in_view_of(who: Who, verdict: Verdict, asked: StopRequest | None) -> Verdict:
     """The verdict, knowing who ends the job; pure.
 
     Args:
@@ -96,19 +98,21 @@ def in_view_of(who: Who, verdict: Verdict, asked: str | None) -> Verdict:
         verdict: from the ranks' last words.
         asked: who made the STOP file, none if nobody did.
     """
-    person = asked is not None and not is_signal(asked)
+    person = asked if asked is not None and asked.signal is None else None
     if person and verdict.action is Action.REQUEUE:  # asked while the ranks stopped for another reason
-        reason = f"{verdict.reason}; {asked} had asked it to stop"
+        reason = f"{verdict.reason}; {person.by} had asked it to stop"
         return dataclasses.replace(verdict, action=Action.STOP, reason=reason)
     # Before the ranks start, what fails may have been ended by Slurm.
-    final = verdict.action in (Action.DONE, Action.FAIL) and verdict.cause != PREFLIGHT
+    final = verdict.action in (Action.DONE, Action.FAIL) and not verdict.before_ranks
     if person or final or who not in PAST_QUESTION:
         return verdict
     # No failure of the run: whatever became of the ranks was Slurm's doing.
     what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it goes on from the last checkpoint"
-    # The cause stays: ranks that did not end in order may have left something of their steps (in_job.unclean).
-    host = verdict.host if verdict.cause == NODE else None
-    return Verdict(Action.REQUEUE, ExitCode.STOPPED, what, fix, host=host, cause=verdict.cause)
+    # The code stays: ranks that did not end in order may have left something of their steps (allocation.unclean).
+    host = verdict.host if verdict.code is Code.NODE else None
+    return dataclasses.replace(
+        verdict, action=Action.REQUEUE, exit_code=ExitCode.STOPPED, reason=what, fix=fix, rank=None, host=host
+    )
 
 
 def as_allocated(config: Config, job: Job) -> Config:
@@ -128,7 +132,7 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     """What starts the ranks.
 
     Raises:
-        HpctrainError: what prevents it (see ``in_job.prepare``).
+        HpctrainError: what prevents it (see ``allocation.prepare``).
     """
     if job.id not in [each.job for each in submissions(run_dir)]:  # by sbatch itself
         try:
@@ -167,7 +171,8 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
     except (NoRequeue, requeue.Ended) as error:
         action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
         code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
-        final = Verdict(action, code, f"{verdict.reason}; {error.what}", error.fix)
+        reason = f"{verdict.reason}; {error.what}"
+        final = dataclasses.replace(verdict, action=action, exit_code=code, reason=reason, fix=error.fix)
         amend(run_dir, job, final)
         say(str(error))
         requeue.end_chain(run_dir, job)
@@ -194,14 +199,11 @@ def await_end(parent: int) -> None:
 def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
     """Writes another verdict on this job's attempt; where the disk is full, the job's end still follows from it."""
     mine = (job.id, job.restarts)
-    ours = (e["attempt"] for e in reversed(run_dir.attempts()) if (e.get("job"), e.get("restarts")) == mine)
-    if (number := next(ours, None)) is None:
-        return
+    attempts = Attempts(run_dir)
+    number = next((each.number for each in reversed(attempts.all()) if (each.job, each.restarts) == mine), None)
     try:
-        run_dir.end_attempt(number, verdict=verdict.to_json())
-        if words := run_dir.read_words(number):
-            content = json.dumps({**words, "verdict": verdict.to_json()}, indent=1)
-            write_atomically(run_dir.words(number), content.encode() + b"\n", run_dir.path)
+        if number is not None:
+            attempts.amend(number, verdict)
     except HpctrainError as error:
         say(str(error))
 

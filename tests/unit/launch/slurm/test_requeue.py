@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpctrain.commands import slurm_submit
 from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
-from hpctrain.errors import ExitCode, NoRequeue, RunFailed, UserError
+from hpctrain.errors import Code, ExitCode, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.allocation import skip_steps, unclean
 from hpctrain.launch.engines.slurm.job import Job
@@ -34,11 +33,16 @@ from hpctrain.launch.engines.slurm.supervise import (
     make_launch,
 )
 from hpctrain.monitor.chief.exclude import Exclusion, exclude
+from hpctrain.run import last_words
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
-from hpctrain.run.last_words import Ending, ErrorWord, LastWord, merge
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.verdict import NODE, PREFLIGHT, Action, Verdict, decide
+from hpctrain.run.stop_request import StopRequest, request_stop, stop_request
+from hpctrain.run.verdict import Action, Verdict
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
 
@@ -78,11 +82,11 @@ def test_whose_wish_a_signal_tells(monkeypatch: pytest.MonkeyPatch, number: str,
 
 STOPPED = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by a request at step 9")
 KILLED = Verdict(
-    Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1, cause="killed"
+    Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1, code=Code.KILLED
 )
 
 
-UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error: n2: Killed", cause=PREFLIGHT)
+UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error: n2: Killed", before_ranks=True)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +99,10 @@ UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error
         (Who.PREEMPTION, UNSTARTED, None, Action.REQUEUE),
         (Who.LIMIT, UNSTARTED, None, Action.FAIL),
         (Who.NOBODY, UNSTARTED, None, Action.FAIL),
-        (Who.REQUEUE, STOPPED, "ann@login", Action.STOP),
+        (Who.REQUEUE, STOPPED, StopRequest("ann@login"), Action.STOP),
         (Who.PREEMPTION, STOPPED, None, Action.REQUEUE),
-        (Who.PREEMPTION, STOPPED, "signal SIGTERM", Action.REQUEUE),
-        (Who.PREEMPTION, STOPPED, "ann@login", Action.STOP),
+        (Who.PREEMPTION, STOPPED, StopRequest.of_signal(signal.SIGTERM), Action.REQUEUE),
+        (Who.PREEMPTION, STOPPED, StopRequest("ann@login"), Action.STOP),
         (Who.PREEMPTION, KILLED, None, Action.REQUEUE),
         (Who.LIMIT, KILLED, None, Action.DO_NOT_REQUEUE),
         (Who.NOBODY, STOPPED, None, Action.STOP),
@@ -106,7 +110,7 @@ UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error
     ],
 )
 def test_what_follows_depends_on_who_ends_the_job(
-    who: Who, verdict: Verdict, asked: str | None, expected: Action
+    who: Who, verdict: Verdict, asked: StopRequest | None, expected: Action
 ) -> None:
     assert in_view_of(who, verdict, asked).action is expected
 
@@ -118,17 +122,17 @@ def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: 
     assert KILLED.reason in final.reason
 
 
-@pytest.mark.parametrize("cause", [NODE, "killed", "vanished", "hang"])
+@pytest.mark.parametrize("code", [Code.NODE, Code.KILLED, Code.VANISHED, Code.HANG, Code.EXCEPTION])
 @pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
-def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who: Who, cause: str) -> None:
-    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", cause=cause)
+def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who: Who, code: Code) -> None:
+    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", code=code)
     final = in_view_of(who, lost, None)
-    assert unclean([{"job": "4", "verdict": final.to_json()}], "4") == 1
-    assert final.host == ("n2" if cause == NODE else None), "a host is named for what it did itself"
+    assert unclean([Attempt(1, job="4", verdict=final)], "4") == 1
+    assert final.host == ("n2" if code is Code.NODE else None), "a host is named for what it did itself"
 
 
 def test_an_error_that_comes_again_is_final_though_slurm_preempts_the_job() -> None:
-    error = ErrorWord("the loss is not finite", "look at the data", "NoRequeue", "")
+    error = ErrorWord("the loss is not finite", "look at the data", "NoRequeue", "", Code.NAN)
     word = LastWord(0, "n1", 1, 1.0, 0.0, Ending.FAILED, 1.0, ExitCode.DO_NOT_REQUEUE, error=error)
     verdict = decide([word], [], max_failures=3)
     assert in_view_of(Who.PREEMPTION, verdict, None) is verdict and verdict.action is not Action.REQUEUE
@@ -151,8 +155,8 @@ def test_a_torn_line_hides_no_other_job(tmp_path: Path) -> None:
     assert [each.job for each in submissions(run)] == ["1", "3"]
 
 
-def attempts(*jobs: str) -> list[dict[str, Any]]:
-    return [{"job": job} for job in jobs]
+def attempts(*jobs: str) -> list[Attempt]:
+    return [Attempt(number, job=job) for number, job in enumerate(jobs, 1)]
 
 
 @pytest.mark.parametrize(
@@ -255,9 +259,9 @@ def run_after(tmp_path: Path) -> Callable[[Sequence[Verdict | None]], RunDir]:
         run.create()
         record(run, Submitted("7", 0.0, "/"))
         for verdict in verdicts:
-            number = run.begin_attempt(job="7", restarts=JOB.restarts)
+            number = Attempts(run).begin(Attempt(job="7", restarts=JOB.restarts))
             if verdict is not None:
-                run.end_attempt(number, verdict=verdict.to_json())
+                Attempts(run).end(number, verdict, [])
         return run
 
     return make
@@ -306,9 +310,9 @@ def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeyp
 
 def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Verdict | None]], RunDir]) -> None:
     run = run_after([AGAIN])
-    merge(run, 1, [], AGAIN.to_json())
     amend(run, JOB, STOP)
-    assert run.attempts()[-1]["verdict"] == run.read_words(1)["verdict"] == STOP.to_json()
+    words = last_words.read(run, 1)
+    assert words is not None and Attempts(run).all()[-1].verdict == words.verdict == STOP
 
 
 def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +393,10 @@ def test_a_site_that_forbids_requeue(
 
 def test_steps_may_lie_around_after_attempts_that_did_not_end_in_order() -> None:
     past = [
-        {"job": "7", "verdict": AGAIN.to_json()},
-        {"job": "7", "verdict": STOP.to_json()},
-        {"job": "7"},
-        {"job": "6"},
+        Attempt(1, job="7", verdict=AGAIN),
+        Attempt(2, job="7", verdict=STOP),
+        Attempt(3, job="7"),
+        Attempt(4, job="6"),
     ]
     assert unclean(past, "7") == 2
     assert unclean([], "7") == 0
@@ -458,11 +462,11 @@ def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
 @pytest.mark.parametrize("who", [Who.NOBODY, Who.LIMIT, Who.REQUEUE])
 def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Path, who: Who) -> None:
     run = RunDir(tmp_path)
-    run.request_stop("signal SIGUSR1")
-    run.request_stop("ann@login")
-    run.request_stop("signal SIGTERM")
+    request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
+    request_stop(run, StopRequest("ann@login"))
+    request_stop(run, StopRequest.of_signal(signal.SIGTERM))
     verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
-    assert in_view_of(who, verdict, run.stop_requested_by()).action is Action.STOP
+    assert in_view_of(who, verdict, stop_request(run)).action is Action.STOP
 
 
 @pytest.mark.parametrize("said", ["8", "8;cluster", "----\n Welcome to Stampede3\n--> Verifying...OK\n8"])
@@ -490,7 +494,7 @@ def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, mon
     run.create()
     for place, job in enumerate(("5", "6", "7")):
         record(run, Submitted(job, 0.0, "/", place))
-    run.begin_attempt(job="5")
+    Attempts(run).begin(Attempt(job="5"))
     states = {"5": "COMPLETED", "6": "CANCELLED", "7": "CANCELLED"}
     entries = {job: QueueEntry(job, state, "", "", "", "", "", "") for job, state in states.items()}
     monkeypatch.setattr(client, "queue", lambda ids: [entries[job] for job in ids])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig
-from hpctrain.errors import NoRequeue, UserError
-from hpctrain.launch.engines.slurm import allocation, stage
+from hpctrain.errors import Code, ExitCode, NoRequeue, UserError
+from hpctrain.launch.engines.slurm import allocation, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.rank.staged import staged_args
 from hpctrain.run.folder import RunDir
@@ -148,16 +148,19 @@ def test_an_environment_with_new_packages_is_packed_anew(tmp_path: Path, kind: s
     assert archive.stat().st_mtime > 2
 
 
+NO_ROOM = {"what": "no room on n2", "fix": "make some", "code": "disk_full"}
+
+
 @pytest.mark.parametrize(
-    ("said", "what"),
+    ("said", "what", "code"),
     [
-        ("srun: error: n2: task 1: Killed", "srun: error: n2: task 1: Killed"),
-        ("hpctrain: no room on n2\n  fix: make some", "no room on n2"),
-        ("", "it ended with code 9"),
+        ("srun: error: n2: task 1: Killed", "srun: error: n2: task 1: Killed", Code.EXCEPTION),
+        (f"noise\n0: {stage.MARK}{json.dumps(NO_ROOM)} noise", "no room on n2", Code.DISK_FULL),
+        ("", "it ended with code 9", Code.EXCEPTION),
     ],
 )
 def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str, code: Code
 ) -> None:
     (tmp_path / "srun").write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 9\n")
     (tmp_path / "srun").chmod(0o755)
@@ -165,4 +168,16 @@ def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
     config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
     with pytest.raises(NoRequeue, match="stage-in: ") as caught:
         allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
-    assert caught.value.what == f"stage-in: {what}"
+    assert (caught.value.what, caught.value.code) == (f"stage-in: {what}", code)
+
+
+def test_a_node_tells_what_went_wrong_as_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["stage", str(tmp_path / "scratch"), str(tmp_path / "missing.h5")])
+    assert stage.main() == ExitCode.USER_ERROR
+    [report] = preflight.reports(capsys.readouterr().err.splitlines(), stage.MARK)
+    assert "missing.h5" in report["what"] and (report["fix"], report["code"]) == (
+        "correct the path, or put the file where all nodes see it",
+        "user_error",
+    )

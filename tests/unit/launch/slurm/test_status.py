@@ -10,12 +10,15 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.commands import slurm_end, slurm_status
-from hpctrain.errors import ExitCode, RunFailed, UserError
+from hpctrain.errors import Code, ExitCode, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, logs, status, submission
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Digest
+from hpctrain.run.verdict import Action, Verdict, failed_with
 
 
 def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def test_without_slurm_the_folder_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path)
-    run.begin_attempt()
+    Attempts(run).begin()
     submission.record(run, submission.Submitted("12", 0.0, "/"))
     monkeypatch.setenv("PATH", "")
     assert main(["status", str(tmp_path)]) == 0
@@ -193,10 +196,10 @@ def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Pat
     ):
         (run.logs / name).write_text(text)
         os.utime(run.logs / name, (when, when))
-    found = logs.first_error(logs.find(run))
+    found = logs.first_error(run, logs.find(run))
     assert found is not None
     assert found[0].rank == "3" and found[1].startswith("Traceback") and "boom" in found[1]
-    assert logs.first_error(logs.find(run, rank="1")) is None
+    assert logs.first_error(run, logs.find(run, rank="1")) is None
 
 
 @pytest.mark.parametrize(
@@ -207,14 +210,19 @@ def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Pat
         ("hpctrain: attempt 1: 2 ranks\nhpctrain: no data\n  fix: give some", "hpctrain: no data"),
         ("hpctrain: n2 was lost\n  fix: the same command resumes it\n  logs: /r/logs", "hpctrain: n2 was lost"),
         ("hpctrain: rank 0 died\n  logs: /r/logs", "hpctrain: rank 0 died"),
-        ("hpctrain: line 9 of the job script failed: false", "hpctrain: line 9"),
+        ("hpctrain: line 9 of the job script failed: false\n  fix: see above", "hpctrain: line 9"),
+        ("hpctrain: stopped by USR1 at step 9\n  fix: the same command resumes it", "hpctrain: stopped by USR1"),
     ],
 )
 def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said: str, found: str | None) -> None:
     run = RunDir(tmp_path)
-    run.logs.mkdir()
+    run.create()
+    attempts = Attempts(run)
+    stopped = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9", code=Code.TIME_LIMIT)
+    attempts.end(attempts.begin(Attempt(job="7")), stopped, [])
+    attempts.end(attempts.begin(Attempt(job="7")), failed_with(Code.NODE, "n2 was lost", "resume it"), [])
     (run.logs / "slurm-7.out").write_text(f"{said}\n")
-    error = logs.first_error(logs.find(run))
+    error = logs.first_error(run, logs.find(run))
     assert error is None if found is None else error is not None and error[1].startswith(found)
 
 

@@ -1,0 +1,138 @@
+"""From the last words of ranks to a verdict: pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from hpctrain.errors import GENERAL, Code, ExitCode, Replaced
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
+from hpctrain.run.verdict import Action, Stop, Verdict, failed_with, replaced
+
+
+def decide(
+    words: Sequence[LastWord],
+    attempts: Sequence[Attempt],
+    max_failures: int,
+    stop: Stop | None = None,
+    failure: Verdict | None = None,
+    saves: bool = True,
+) -> Verdict:
+    """What the end of the newest attempt means.
+
+    Args:
+        words: last word of every expected rank, those that the supervisor wrote included.
+        attempts: of the run, oldest first, the one that has just ended last.
+        max_failures: failed attempts in a row without a new checkpoint after which the run ends.
+        stop: the stop request of this attempt, if there was one.
+        failure: what the supervisor itself ended the attempt for (a hang, ranks that never appeared), if it did.
+        saves: whether the run saves checkpoints. Where it does not, progress is unknown.
+
+    Returns:
+        DONE or STOP or REQUEUE for orderly ends; for others REQUEUE while trying again makes sense.
+    """
+    if failure is None and words and all(word.ending in GOOD_ENDINGS for word in words):
+        return _orderly(words, attempts, stop, saves)
+    found = failure or blame(words)
+    if found.action is not Action.REQUEUE:
+        return found
+    if stop is not None and stop.by_person:
+        reason = f"{found.reason}, after {stop.by} had asked it to stop"
+        return dataclasses.replace(found, action=Action.STOP, reason=reason)
+    failures = trailing_failures(attempts)
+    if found.code is not Code.NODE and failures >= max_failures:
+        several = f"{failures} attempts in a row failed without a new checkpoint; the last one: {found.reason}"
+        reason = several if failures > 1 else f"{found.reason}, without a new checkpoint; launch.max_failures is 1"
+        code = Code.NO_PROGRESS if found.code in (*GENERAL, Code.UNKNOWN) else found.code
+        final = Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE
+        return dataclasses.replace(found, action=final[0], exit_code=final[1], reason=reason, code=code)
+    return found
+
+
+def blame(words: Sequence[LastWord]) -> Verdict:
+    """The first cause of a failed attempt, with the action REQUEUE where trying again may help.
+
+    A rank that died without an error of its own comes first, for the errors of others are then its consequences
+    (broken connections); among errors the earliest is the cause.
+    """
+    killed = [word for word in words if word.ending is Ending.KILLED]
+    if killed:
+        return _blame_death(killed[0])
+    failed = sorted((word for word in words if word.ending is Ending.FAILED), key=lambda word: word.ended or 0)
+    if failed:
+        return _blame_error(failed)
+    missing = [word for word in words if word.ending not in GOOD_ENDINGS]
+    if not missing:
+        return failed_with(Code.VANISHED, "no rank left a last word: the ranks never started", "see the launcher's log")
+    ranks = ", ".join("?" if word.rank is None else str(word.rank) for word in missing[:8])
+    plural = "s" if len(missing) > 1 else ""
+    return failed_with(
+        Code.VANISHED,
+        f"rank{plural} {ranks} ended without a word" + (f" ({missing[0].note})" if missing[0].note else ""),
+        "see the logs of the ranks and of the launcher",
+        missing[0].rank,
+        missing[0].host,
+    )
+
+
+def trailing_failures(attempts: Sequence[Attempt]) -> int:
+    """Failed attempts at the end of the list, the newest included, that saved no new checkpoint.
+
+    Those that a node failed, or that a newer attempt replaced, are left out: they say nothing of the run.
+    """
+    count, next_from = 0, None
+    for index, attempt in enumerate(reversed(attempts)):
+        verdict = attempt.verdict if index > 0 else None
+        if attempt.ended is None and attempt.to_step is None:
+            # One that was killed with its supervisor has no end: the next one tells how far it came.
+            attempt = dataclasses.replace(attempt, to_step=next_from)
+        if attempt.has_progressed or (verdict and verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED)):
+            break
+        count += verdict is None or verdict.code not in (Code.NODE, Code.IN_USE)
+        next_from = attempt.from_step
+    return count
+
+
+def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop | None, saves: bool) -> Verdict:
+    step = max((word.step or 0 for word in words), default=0)
+    if not any(word.ending is Ending.STOPPED for word in words):
+        early = any(word.ending is Ending.EARLY for word in words)
+        when = f" after step {step}" if saves else ""
+        return Verdict(Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when, code=Code.COMPLETED)
+    by, again = stop.by if stop else "a request", "the same command resumes it"
+    code = stop.code if stop else Code.STOPPED
+    if not saves and not (stop and stop.by_person):
+        reason = f"stopped by {by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
+        return Verdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
+    if stop is None or stop.by_person:
+        return Verdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
+    if attempts and not attempts[-1].has_progressed:
+        return Verdict(
+            Action.DO_NOT_REQUEUE,
+            ExitCode.DO_NOT_REQUEUE,
+            f"stopped by {by} at step {step} without a new checkpoint: another attempt would come no further",
+            "give the job more time, or let it signal its end earlier",
+            code=Code.NO_PROGRESS,
+        )
+    return Verdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
+
+
+def _blame_death(word: LastWord) -> Verdict:
+    code = word.code or Code.VANISHED
+    memory = "ask for more memory, or lower the batch, the prefetch or the workers"
+    fix = memory if code is Code.OUT_OF_MEMORY else "see the rank's log"
+    return failed_with(code, f"rank {word.rank} on {word.host} {word.note or 'died'}", fix, word.rank, word.host)
+
+
+def _blame_error(failed: Sequence[LastWord]) -> Verdict:
+    first, error = failed[0], failed[0].error
+    assert error is not None, "a FAILED word holds its error"
+    everywhere = len(failed) > 1 and Counter(word.error.what for word in failed if word.error)[error.what] > 1
+    where = "" if everywhere or first.rank is None else f"rank {first.rank} on {first.host}: "
+    if error.code is Code.IN_USE:
+        return replaced(Replaced(error.what, error.fix))
+    code = ExitCode(first.exit_code) if first.exit_code in set(ExitCode) else ExitCode.FAILURE
+    action = Action.FAIL if code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE) else Action.REQUEUE
+    return Verdict(action, code, where + error.what, error.fix, first.rank, first.host, error.code)

@@ -1,0 +1,88 @@
+"""The STOP file: anyone may create it to have a run save and stop. A person writes text, or nothing at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from dataclasses import dataclass
+
+from hpctrain.errors import Code
+from hpctrain.run.folder import RunDir
+from hpctrain.system import foreign_text, safe_read
+from hpctrain.system.files import create_exclusively, write_atomically
+from hpctrain.system.json_shape import fits
+
+MOST_BYTES = 1024
+"""Of a STOP file."""
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Who asked a run to stop."""
+
+    by: str
+    """For people."""
+    signal: signal.Signals | None = None
+    """None where a person made the file."""
+
+    @classmethod
+    def of_signal(cls, number: int) -> StopRequest:
+        """What a process that got a signal passes on."""
+        return cls(f"signal {signal.Signals(number).name}", signal.Signals(number))
+
+    @property
+    def code(self) -> Code:
+        """SIGUSR1 is what job scripts have Slurm send before the time limit."""
+        return Code.TIME_LIMIT if self.signal is signal.SIGUSR1 else Code.STOPPED
+
+
+BY_PERSON = StopRequest("STOP file")
+"""Where the file does not say who made it."""
+
+
+def request_stop(run_dir: RunDir, request: StopRequest) -> None:
+    """Asks the run to save and stop. The first request stays, but a person's replaces a signal's.
+
+    Raises:
+        RunFailed: the file cannot be made.
+    """
+    before = stop_request(run_dir)
+    replaces = before is not None and before.signal is not None and request.signal is None
+    details = json.dumps({"signal": request.signal.name}) + "\n" if request.signal else ""
+    content = f"{request.by}\n{details}".encode()
+    if replaces:
+        write_atomically(run_dir.stop_file, content, run_dir.path)
+    else:
+        create_exclusively(run_dir.stop_file, content, run_dir.path)
+
+
+def stop_request(run_dir: RunDir) -> StopRequest | None:
+    """Who asked the run to stop, none if nobody did."""
+    try:
+        return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))
+    except (PermissionError, safe_read.NotPlain):  # somebody's who shares nothing that he makes, or a folder
+        return BY_PERSON
+    except OSError:  # there is none, or a file server does not tell now
+        return None
+
+
+def _parse(text: str) -> StopRequest:
+    """Behind the line for people a process leaves one of JSON."""
+    said, _, details = text.strip().rpartition("\n")
+    with contextlib.suppress(ValueError):
+        saved = safe_read.parse_json(details.encode())
+        if said and _is_details(saved):
+            return StopRequest(foreign_text.line(said), signal.Signals[saved["signal"]])
+    return StopRequest(foreign_text.line(text).strip() or BY_PERSON.by)
+
+
+def _is_signal(value: object) -> bool:
+    return isinstance(value, str) and value in signal.Signals.__members__
+
+
+_has_known = fits({"signal": _is_signal})
+
+
+def _is_details(saved: object) -> bool:
+    return isinstance(saved, dict) and "signal" in saved and _has_known(saved)

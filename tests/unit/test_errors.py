@@ -1,0 +1,58 @@
+"""Codes of errors: what programs know of them, whatever the sentences say."""
+
+from __future__ import annotations
+
+import copy
+import errno
+
+import pytest
+
+from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("a", "b"), Code.USER_ERROR),
+        (RunFailed("a", "b"), Code.EXCEPTION),
+        (NoRequeue("a", "b", Code.NAN), Code.NAN),
+        (Replaced("a"), Code.IN_USE),
+        (ValueError("No space left on device"), Code.EXCEPTION),
+        (OSError(errno.ENOSPC, "x"), Code.DISK_FULL),
+        (OSError(errno.EDQUOT, "x"), Code.DISK_FULL),
+        (OSError(errno.EROFS, "x"), Code.READ_ONLY),
+        (FileNotFoundError(errno.ENOENT, "x"), Code.EXCEPTION),
+        (MemoryError(), Code.OUT_OF_MEMORY),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), Code.OUT_OF_MEMORY),
+        (RuntimeError("Error code 12 (Cannot allocate memory)"), Code.OUT_OF_MEMORY),
+        (ValueError("Error code 12 (Cannot allocate memory)"), Code.EXCEPTION),
+    ],
+)
+def test_every_error_has_a_code(error: BaseException, code: Code) -> None:
+    assert code_of(error) is code
+
+
+def test_the_cause_of_an_error_is_more_precise_than_a_general_code() -> None:
+    full = OSError(errno.ENOSPC, "x")
+    assert code_of(caused(RunFailed("cannot write a file", "free space"), full)) is Code.DISK_FULL
+    assert code_of(caused(UserError("a", "b"), caused(RunFailed("c", "d"), full))) is Code.DISK_FULL
+    assert code_of(caused(UserError("a", "b", Code.HOROVOD), full)) is Code.HOROVOD
+    assert code_of(caused(UserError("a", "b"), ValueError())) is Code.USER_ERROR
+
+
+def test_a_copy_of_an_error_keeps_its_code() -> None:
+    error: HpctrainError = copy.copy(NoRequeue("a", "b", Code.NAN))
+    assert (error.what, error.fix, error.code) == ("a", "b", Code.NAN)
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [("nan", Code.NAN), ("of a later version", Code.UNKNOWN), (None, Code.UNKNOWN), ([], Code.UNKNOWN)],
+)
+def test_records_without_a_code_that_is_known(value: object, code: Code) -> None:
+    assert Code.read(value) is code
