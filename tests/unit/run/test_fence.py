@@ -44,8 +44,9 @@ from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.errors import Code
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir, create_exclusively
+from hpctrain.run.folder import RunDir
 from hpctrain.run.tickets import Tickets
+from hpctrain.system.files import create_exclusively
 from hpctrain.run.verdict import failed_with
 run = RunDir(Path(sys.argv[1]))
 """
