@@ -25,8 +25,9 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig, Config
 from hpctrain.errors import UserError
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
 from hpctrain.run.provenance import versions
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason

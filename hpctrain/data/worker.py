@@ -14,7 +14,7 @@ import numpy as np
 
 from hpctrain.data.samples import read_and_transform, with_place
 from hpctrain.data.worker_setup import import_function, reopen
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import GENERAL, Code, HpctrainError, code_of
 from hpctrain.system.anonymous_memory import AnonymousMemory
 
 
@@ -51,9 +51,11 @@ def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMe
             samples = read_and_transform(dataset, transform, setup["seed"], request["epoch"], ids)
             yield {"arrays": next(turns).put(samples)}
     except HpctrainError as error:
-        yield {"what": error.what, "fix": error.fix}
+        yield {"what": error.what, "fix": error.fix, "code": code_of(error)}
     except Exception as error:
-        yield {"what": f"a data worker failed: {with_place(error)}", "fix": "correct the dataset or the transform"}
+        what = f"a data worker failed: {with_place(error)}"
+        code = Code.USER_ERROR if code_of(error) in GENERAL else code_of(error)
+        yield {"what": what, "fix": "correct the dataset or the transform", "code": code}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.samples import Transform
 from hpctrain.data.worker_setup import refer_to_dataset, refer_to_function
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.system import python
 from hpctrain.system.anonymous_memory import AnonymousMemory
 
@@ -78,7 +78,7 @@ class Worker:
             raise self._death(f"made samples {ids[:4].tolist()}{' and others' if len(ids) > 4 else ''}")
         answer = json.loads(line)
         if "what" in answer:
-            raise UserError(answer["what"], answer["fix"])
+            raise UserError(answer["what"], answer["fix"], Code.read(answer["code"]))
         return {name: array.copy() for name, array in memory.views(answer["arrays"]).items()}
 
     def _death(self, during: str) -> RunFailed:

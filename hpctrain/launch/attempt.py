@@ -24,7 +24,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from hpctrain.run.stop_request import StopRequest, request_stop, stop_request
+from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
@@ -189,7 +189,7 @@ class WatchedAttempt:
 
     def take_stop_file(self, now: float) -> None:
         """A person, or hpctrain stop, has made the STOP file."""
-        if self.stop is None and (request := stop_request(self.run_dir)) is not None:
+        if self.stop is None and (request := requested_stop(self.run_dir)) is not None:
             self.begin_stop(now, request)
 
     def begin_stop(self, now: float, request: StopRequest) -> None:

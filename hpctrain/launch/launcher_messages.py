@@ -7,9 +7,8 @@ import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from hpctrain.errors import Code
 from hpctrain.system.signals import signal_name
-
-OUT_OF_MEMORY = "was killed by the kernel: out of memory"
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,24 @@ class Death:
     def cause(self) -> str:
         """For a sentence that begins with the rank: 'was killed by SIGKILL'."""
         if self.out_of_memory:
-            return OUT_OF_MEMORY
+            return "was killed by the kernel: out of memory"
         if self.signal is not None:
             return f"was killed by {signal_name(self.signal)}"
         if self.exit_code is not None:
             return f"exited with code {self.exit_code}"
         return "left in mid-run without an error"
 
+    @property
+    def code(self) -> Code:
+        """The same for programs. Shells and launchers give signals as exit codes from 129."""
+        if self.out_of_memory:
+            return Code.OUT_OF_MEMORY
+        by_signal = self.signal is not None or (self.exit_code is not None and self.exit_code > 128)
+        return Code.KILLED if by_signal else Code.VANISHED
 
+
+BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION", re.MULTILINE)
+"""Begin of MPICH's report on a dead rank, which comes on standard output. Programs draw such lines too."""
 OPEN_MPI_SIGNAL = re.compile(
     r"noticed\s+that\s+process\s+rank\s+(\d+)\s+with\s+PID\s+(\d+)\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
 )

@@ -29,12 +29,10 @@ def complete(word: LastWord, seen: Sequence[launcher_messages.Death], words: Seq
     if death is None or (death.maybe_victim and failed):
         return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed or seen else Ending.VANISHED)
     local = word.host == socket.gethostname()
-    memory = death.out_of_memory or (death.signal == signal.SIGKILL and local and ran_out_of_memory(word))
-    cause = launcher_messages.OUT_OF_MEMORY if memory else death.cause
+    if death.signal == signal.SIGKILL and local and ran_out_of_memory(word):
+        death = dataclasses.replace(death, out_of_memory=True)
     exit_code = 128 + death.signal if death.signal else death.exit_code
-    by_signal = exit_code is not None and exit_code > 128
-    code = Code.OUT_OF_MEMORY if memory else Code.KILLED if by_signal else Code.VANISHED
-    return dataclasses.replace(word, ending=Ending.KILLED, note=cause, code=code, exit_code=exit_code)
+    return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)
 
 
 def ran_out_of_memory(word: LastWord) -> bool:

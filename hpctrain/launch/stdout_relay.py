@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from typing import IO
 
+from hpctrain.launch.launcher_messages import BANNER
+
 KEPT_BYTES = 65536
-BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION", re.MULTILINE)
-"""Begin of MPICH's report on a dead rank, which comes on standard output. Programs draw such lines too."""
 
 
 class Passing:

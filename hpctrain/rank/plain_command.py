@@ -17,10 +17,10 @@ from pathlib import Path
 
 from hpctrain.errors import Code, ExitCode, Replaced
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
-from hpctrain.run.rank_environment import RUN_DIR, STOP_SIGNAL
+from hpctrain.run.rank_environment import RUN_DIR, STOP_SIGNAL, current_attempt
 from hpctrain.system import cgroups, processes
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name

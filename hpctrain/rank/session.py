@@ -21,10 +21,10 @@ from hpctrain.errors import ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
 from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import quiet_environment, redirect

@@ -12,9 +12,10 @@ import numpy as np
 
 from hpctrain.errors import Replaced
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import BEAT_S
-from hpctrain.run.stop_request import BY_PERSON, StopRequest, stop_request
+from hpctrain.run.rank_environment import current_attempt
+from hpctrain.run.stop_request import BY_PERSON, StopRequest, requested_stop
 from hpctrain.system.signals import StopSignals
 from hpctrain.train.hooks import BaseHook, StopReason
 
@@ -123,7 +124,7 @@ class StopRequests(BaseHook):
     def request_behind(self, flag: int) -> StopRequest:
         """Who asked."""
         if flag == STOP_FILE:
-            return stop_request(self.run_dir) or BY_PERSON
+            return requested_stop(self.run_dir) or BY_PERSON
         return StopRequest.of_signal(flag)
 
     def after_fit(self, training: Training, reason: StopReason) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from hpctrain.run.verdict import Verdict
 
+ALWAYS = ("from_step", "job_id", "git_commit")
+"""Fields that an entry of run.json has even if there is nothing to tell."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -50,7 +53,7 @@ class Attempt:
         """For run.json: all that is known."""
         shown = dict(vars(self))
         number, verdict = shown.pop("number"), shown.pop("verdict")
-        known = {name: value for name, value in shown.items() if value not in (None, (), {})}
+        known = {name: value for name, value in shown.items() if value not in (None, (), {}) or name in ALWAYS}
         known |= {"verdict": verdict.to_json()} if verdict else {}
         return {"attempt": number, **known} if number else known
 

@@ -18,8 +18,9 @@ from hpctrain.errors import Replaced, UserError
 from hpctrain.run import last_words, provenance
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.documents import info_of
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.run.tickets import Tickets
 from hpctrain.run.verdict import Verdict
 from hpctrain.system import safe_read

@@ -59,7 +59,7 @@ TYPES: Mapping[str, Mapping[str, Shape]] = {
     },
     "eval": {"metrics": {str: NUMBER}, "epoch": COUNT},
     "run_finished": {"reason": str, "steps": is_count, "seconds": float},
-    "stop_requested": {"by": TEXT},
+    "stop_requested": {"by": TEXT, "code": TEXT},
     "checkpoint_saved": {"path": str, "bytes": is_count, "stall_s": float, "write_s": float},
     "checkpoint_failed": {"path": TEXT, "error": TEXT},
     "resumed": {"path": TEXT, "ranks": COUNT, "rejected": ([{"step": COUNT, "reason": TEXT}], None)},

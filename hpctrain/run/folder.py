@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UserError
 from hpctrain.run import events, step_folder
-from hpctrain.run.rank_environment import ATTEMPT
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import safe_read
 from hpctrain.system.files import Diverted, append_bytes, cannot_write, make_folder
 
@@ -140,11 +140,6 @@ class RunDir:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
                 found += events.Decoder().events(safe_read.lines(path))
         return events.resolve(found)
-
-
-def current_attempt() -> int:
-    """The attempt this process belongs to, from its environment; 1 where nobody counts."""
-    return int(os.environ.get(ATTEMPT) or 1)
 
 
 def event_now(event: str, step: int, fields: Mapping[str, Any]) -> events.Event:

@@ -47,7 +47,7 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
     Raises:
         RunFailed: the file cannot be made.
     """
-    before = stop_request(run_dir)
+    before = requested_stop(run_dir)
     replaces = before is not None and before.signal is not None and request.signal is None
     details = json.dumps({"signal": request.signal.name}) + "\n" if request.signal else ""
     content = f"{request.by}\n{details}".encode()
@@ -57,7 +57,7 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
         create_exclusively(run_dir.stop_file, content, run_dir.path)
 
 
-def stop_request(run_dir: RunDir) -> StopRequest | None:
+def requested_stop(run_dir: RunDir) -> StopRequest | None:
     """Who asked the run to stop, none if nobody did."""
     try:
         return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))

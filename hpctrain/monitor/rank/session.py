@@ -27,7 +27,8 @@ from hpctrain.monitor.node.agent import AgentPlan
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
-from hpctrain.run.folder import RunDir, current_attempt
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python
 from hpctrain.system.files import make_folder, open_log
 

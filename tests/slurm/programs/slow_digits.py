@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.run.folder import current_attempt
+from hpctrain.run.rank_environment import current_attempt
 from hpctrain.tasks import torch_digits
 from hpctrain.tasks.definition import TorchTask
 

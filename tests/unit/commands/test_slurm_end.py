@@ -15,7 +15,7 @@ from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.stop_request import stop_request
+from hpctrain.run.stop_request import requested_stop
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_job_at_work_is_asked(run: RunDir, cancelled: list[str]) -> None:
     lock = LiveLock(run, dataclasses.replace(myself(), job="7"))
     lock.acquire()
     assert main(["stop", str(run.path)]) == 0
-    assert cancelled == ["8"] and stop_request(run) is not None
+    assert cancelled == ["8"] and requested_stop(run) is not None
 
 
 def test_a_job_whose_attempt_has_not_begun_does_not_begin_it(run: RunDir, cancelled: list[str]) -> None:
@@ -56,13 +56,13 @@ def test_a_run_in_an_interactive_allocation_is_asked(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     LiveLock(run, dataclasses.replace(myself(), job="99")).acquire()
     assert main(["stop", str(run.path)]) == 0
-    assert stop_request(run) is not None
+    assert requested_stop(run) is not None
 
 
 def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str]) -> None:
     LiveLock(run, dataclasses.replace(myself(), job=None)).acquire()
     assert main(["stop", str(run.path)]) == 0
-    assert not cancelled and stop_request(run) is not None
+    assert not cancelled and requested_stop(run) is not None
 
 
 SQUEUE = """#!/bin/sh

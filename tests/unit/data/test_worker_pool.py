@@ -1,5 +1,6 @@
 """Worker processes: the same samples as without, and no death, error or signal goes unnoticed."""
 
+import errno
 import functools
 import importlib.util
 import os
@@ -14,7 +15,7 @@ import pytest
 
 from hpctrain.data import Batch, Field, Order, TrainingData, open_dataset
 from hpctrain.data.worker_pool import IN_WORKER
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import Code, RunFailed, UserError, code_of
 
 LENGTH = 53
 DATASET = open_dataset({"x": np.random.default_rng(0).normal(size=(LENGTH, 4)), "y": np.arange(LENGTH)})
@@ -29,6 +30,10 @@ def fail(sample, rng):
     if sample["y"] == 17:
         raise ValueError("odd angle")
     return sample
+
+
+def fill_disk(sample, rng):
+    raise OSError(errno.ENOSPC, "no room")
 
 
 def die(sample, rng):
@@ -172,6 +177,13 @@ def test_an_error_names_the_sample() -> None:
         UserError, match=r"sample 17 in epoch \d: ValueError: odd angle \(test_worker_pool.py:\d+ in fail"
     ):
         take(20, 2, fail)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_worker_has_the_code_that_the_same_error_of_the_rank_has(workers: int) -> None:
+    with pytest.raises(UserError, match="no room") as caught:
+        take(20, workers, fill_disk)
+    assert code_of(caught.value) is Code.DISK_FULL
 
 
 @pytest.mark.parametrize(("transform", "how"), [(die, "was killed by SIGKILL"), (leave, "ended with exit code 3")])

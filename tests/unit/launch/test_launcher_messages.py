@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.errors import Code
 from hpctrain.launch.launcher_messages import Death, deaths, expand, lost_node, not_started, silent
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
@@ -70,6 +71,20 @@ def test_causes_read_as_sentences():
         "left in mid-run without an error",
         "exited with code 7",
     ]
+
+
+@pytest.mark.parametrize(
+    ("death", "code"),
+    [
+        (Death(0, signal=9, out_of_memory=True), Code.OUT_OF_MEMORY),
+        (Death(0, signal=9), Code.KILLED),
+        (Death(0, exit_code=137), Code.KILLED),
+        (Death(0, exit_code=3), Code.VANISHED),
+        (Death(0), Code.VANISHED),
+    ],
+)
+def test_what_launchers_say_has_a_code(death: Death, code: Code) -> None:
+    assert death.code is code
 
 
 def test_a_lost_node_is_told_from_a_dead_rank():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.launch.postmortem import died_first, missing_ranks
+from hpctrain.launch.launcher_messages import Death
+from hpctrain.launch.postmortem import complete, died_first, missing_ranks
 from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
@@ -29,6 +32,17 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     assert died_first(run, 1) == [], "another attempt's"
     before = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0)
     assert died_first(run, 2, [before]) == []
+
+
+def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)
+    killed = complete(running, [Death(1, signal=9)], [running])
+    assert (killed.ending, killed.code, killed.exit_code) == (Ending.KILLED, Code.KILLED, 137)
+    monkeypatch.setattr("hpctrain.launch.postmortem.ran_out_of_memory", lambda word: True)
+    assert complete(running, [Death(1, signal=9)], [running]).code is Code.OUT_OF_MEMORY
+    assert complete(running, [Death(1, signal=11)], [running]).code is Code.KILLED
+    elsewhere = dataclasses.replace(running, host="n9")
+    assert complete(elsewhere, [Death(1, signal=9)], [running]).code is Code.KILLED, "its kernel cannot be asked"
 
 
 SRUN = "srun: error: task 2 launch failed: Unspecified error\nsrun: error: n1: tasks 0-1: Killed\n"

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -18,7 +19,7 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_writer import EventWriter
 from hpctrain.run.folder import RunDir
-from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, stop_request
+from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, Verdict
 
 
@@ -48,6 +49,15 @@ def test_a_folder_that_cannot_be_made_is_the_users_matter(tmp_path):
         RunDir(tmp_path / "file" / "run").create()
 
 
+def test_an_attempt_says_from_its_beginning_what_it_is(run_dir):
+    Attempts(run_dir).begin(Attempt(ranks=2, job="7_1"), "name: a\n")
+    assert run_dir.run_yaml.read_text() == "name: a\n"
+    (entry,) = Attempts(run_dir).info()["attempts"]
+    assert (entry["attempt"], entry["ranks"], entry["job"], entry["from_step"]) == (1, 2, "7_1", None)
+    assert entry["host"] == socket.gethostname() and "hpctrain" in entry["versions"] and "git_commit" in entry
+    assert not {"to_step", "ended", "verdict", "nodes"} & entry.keys()
+
+
 def test_attempts_count_up_and_fence_off_older_ones(run_dir):
     assert [Attempts(run_dir).begin(Attempt(ranks=2)), Attempts(run_dir).begin(Attempt(ranks=4))] == [1, 2]
     assert [attempt.ranks for attempt in Attempts(run_dir).all()] == [2, 4]
@@ -70,9 +80,9 @@ def test_a_new_attempt_forgets_an_old_stop_request(run_dir):
     request_stop(run_dir, StopRequest.of_signal(signal.SIGUSR1))
     request_stop(run_dir, StopRequest("someone"))
     request_stop(run_dir, StopRequest("someone later"))
-    assert stop_request(run_dir) == StopRequest("someone"), "a person's wish, and the first one's"
+    assert requested_stop(run_dir) == StopRequest("someone"), "a person's wish, and the first one's"
     Attempts(run_dir).begin()
-    assert stop_request(run_dir) is None
+    assert requested_stop(run_dir) is None
 
 
 def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
@@ -137,7 +147,7 @@ def test_a_stop_file_that_cannot_be_read_ends_no_supervisor(run_dir, monkeypatch
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "open", refused)
-    assert stop_request(run_dir) == expected
+    assert requested_stop(run_dir) == expected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"fence": "x"}', '{"attempts": 1}', '{"attempts": [{"ended": 1}]}'])
@@ -162,11 +172,11 @@ def test_damaged_identity_is_said(run_dir, content):
 )
 def test_only_a_process_writes_a_signals_request(run_dir, content, by, signal_number):
     run_dir.stop_file.write_text(content)
-    assert stop_request(run_dir) == StopRequest(by, signal_number)
+    assert requested_stop(run_dir) == StopRequest(by, signal_number)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, Code.TIME_LIMIT), (signal.SIGTERM, Code.STOPPED)])
 def test_a_signals_request_says_why(run_dir, number, code):
     request_stop(run_dir, StopRequest.of_signal(number))
-    found = stop_request(run_dir)
+    found = requested_stop(run_dir)
     assert found == StopRequest.of_signal(number) and found.code is code

@@ -20,7 +20,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word, merge, read
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from hpctrain.run.stop_request import StopRequest, request_stop, stop_request
+from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, Verdict
 
 SIGNAL = 'signal processing, a thesis\n{"signal": "SIGTERM"}\n'
@@ -126,7 +126,7 @@ def test_a_stop_that_replaces_that_of_a_signal_is_not_written_through_a_link(run
     (thesis / "chapter.json").write_text(SIGNAL)
     run.stop_file.symlink_to(thesis / "chapter.json")
     request_stop(run, StopRequest("someone"))
-    assert stop_request(run) == StopRequest("someone")
+    assert requested_stop(run) == StopRequest("someone")
     assert (thesis / "chapter.json").read_text() == SIGNAL
 
 

@@ -24,6 +24,7 @@ from hpctrain.launch.postmortem import last_line
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.verdict import ORDERLY
 from hpctrain.system import foreign_text, python
 
 STAGE_IN_S = 3600.0
@@ -100,9 +101,13 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
 
 def unclean(attempts: Sequence[Attempt], job: str) -> int:
     """Earlier attempts of this job after which something of its steps may lie around on a node."""
-    clean = (ExitCode.DONE, ExitCode.STOPPED)
     verdicts = [attempt.verdict for attempt in attempts if attempt.job == job]
-    return sum(verdict is None or verdict.exit_code not in clean or verdict.cause is not None for verdict in verdicts)
+    return sum(
+        verdict is None
+        or verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+        or verdict.code not in (*ORDERLY, Code.UNKNOWN)
+        for verdict in verdicts
+    )
 
 
 def skip_steps(number: int) -> None:

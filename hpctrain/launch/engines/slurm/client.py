@@ -30,6 +30,12 @@ UNHEARD = re.compile(r"unable to contact slurm controller|connection refused", r
 UNANSWERED = re.compile(r"timed out|zero bytes were transmitted|standby mode", re.IGNORECASE)
 """How they say that a controller under load has not answered: it may have heard them all the same."""
 
+UNKNOWN_JOB = re.compile(r"invalid job id", re.IGNORECASE)
+
+
+class NoSuchJob(RunFailed):
+    """Slurm does not know the job, or has forgotten it."""
+
 
 class Unanswered(RunFailed):
     """Nobody knows whether it has happened: what does no harm twice may be tried again."""
@@ -77,7 +83,8 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
         ) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        failed = Unheard if UNHEARD.search(message) else Unanswered if UNANSWERED.search(message) else RunFailed
+        kinds = {UNHEARD: Unheard, UNANSWERED: Unanswered, UNKNOWN_JOB: NoSuchJob}
+        failed = next((kind for pattern, kind in kinds.items() if pattern.search(message)), RunFailed)
         raise failed(f"{words[0]} refused: {message}", _advice(message))
     return done.stdout
 
@@ -100,10 +107,8 @@ def queue(ids: Sequence[str]) -> list[QueueEntry]:
     words = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}"]
     try:
         text = run([*words, f"--format={SEPARATOR.join(QUEUE_FIELDS)}"])
-    except RunFailed as error:
-        if "invalid job id" in error.what.lower():
-            return []
-        raise
+    except NoSuchJob:
+        return []
     return [parse_queue(line) for line in text.splitlines() if line.count(SEPARATOR) >= len(QUEUE_FIELDS) - 1]
 
 
@@ -166,10 +171,8 @@ def origin(job: str) -> Origin | None:
     """Where a job, or all elements of an array, come from; None where Slurm has forgotten it."""
     try:
         return parse_origin(run(["scontrol", "show", "job", job]))
-    except RunFailed as error:
-        if "invalid job id" in error.what.lower():
-            return None
-        raise
+    except NoSuchJob:
+        return None
 
 
 def parse_origin(text: str) -> Origin:

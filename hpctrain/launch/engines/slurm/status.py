@@ -15,7 +15,7 @@ from hpctrain.run.event_follower import Following
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.run.progress import Digest, finding
-from hpctrain.run.stop_request import stop_request
+from hpctrain.run.stop_request import requested_stop
 from hpctrain.system import foreign_text
 
 UNKNOWN = "UNKNOWN"
@@ -119,7 +119,7 @@ def progress_of(run: RunDir) -> Progress:
     """What the run folder knows now."""
     following = Following(run)
     digest = following.catch_up()
-    asked = stop_request(run)
+    asked = requested_stop(run)
     found = progress(
         digest, Attempts(run).info(), run.newest_checkpoint_step(), asked.by if asked else None, time.time()
     )

@@ -26,7 +26,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
-from hpctrain.run.stop_request import StopRequest, stop_request
+from hpctrain.run.stop_request import StopRequest, requested_stop
 from hpctrain.run.verdict import Action, Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank
@@ -68,7 +68,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         return verdict.exit_code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that the time is nearly over is no reason not to requeue
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
-    final = in_view_of(who, verdict, asked=stop_request(run_dir))
+    final = in_view_of(who, verdict, asked=requested_stop(run_dir))
     if final is not verdict:
         amend(run_dir, job, final)
     report(final, run_dir)

@@ -41,7 +41,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.stop_request import StopRequest, request_stop, stop_request
+from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, Verdict
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
@@ -466,7 +466,7 @@ def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Pat
     request_stop(run, StopRequest("ann@login"))
     request_stop(run, StopRequest.of_signal(signal.SIGTERM))
     verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
-    assert in_view_of(who, verdict, stop_request(run)).action is Action.STOP
+    assert in_view_of(who, verdict, requested_stop(run)).action is Action.STOP
 
 
 @pytest.mark.parametrize("said", ["8", "8;cluster", "----\n Welcome to Stampede3\n--> Verifying...OK\n8"])
