@@ -21,11 +21,12 @@ from hpctrain.launch.stdout_relay import Passing
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect, pieces
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
+from hpctrain.run.word_reader import WordReader
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
 from hpctrain.system.output import say
@@ -97,6 +98,8 @@ class WatchedAttempt:
     kill_at: float = float("inf")
     suspicion: dict[str, float] = field(default_factory=dict)
     """Since when something is seen that may not last."""
+    words: WordReader | None = None
+    """From the first look on."""
     next_look: float = 0.0
     shown_bytes: int = 0
 
@@ -205,7 +208,9 @@ class WatchedAttempt:
         """Ends an attempt that the launcher does not end by itself although a rank has failed, died or left."""
         if self.failure is not None:
             return
-        words = collect(self.run_dir, self.number)
+        if self.words is None:
+            self.words = WordReader(pieces(self.run_dir, self.number))
+        words = self.words.look()
         if failed := [word for word in words if word.ending is Ending.FAILED]:
             self.suspect("failed", now, FAILURE_GRACE_S, f"rank {failed[0].rank} failed", words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]

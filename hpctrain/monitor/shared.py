@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitor.window import COLUMNS
-from hpctrain.system.processes import birth
+from hpctrain.system import processes
 
 # Heartbeat: the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE = range(9)
@@ -80,7 +80,7 @@ class Slot:
     def join(self) -> None:
         """Says who this process is."""
         self.head[PID] = os.getpid()
-        self.head[STARTED] = birth(os.getpid())
+        self.head[STARTED] = processes.birth(os.getpid())
         self.head[MARKED_PHASE] = NO_PHASE
         self.head[MARKED_AT] = time.monotonic()  # else the silence before the first mark is the host's uptime
         self.head[STATE] = RUNNING

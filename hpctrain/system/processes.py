@@ -18,25 +18,41 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
 """Environment variables that tell Open MPI 5 where to make its session folder on this machine."""
+GONE = ""
+"""The process has ended, or its number is another's now."""
+UNSEEN = "?"
+"""The observer could not look (no descriptors, no memory, no permission), which is no evidence of anything."""
 TETHER = "HPCTRAIN_TETHER"
 """Environment variable: ranks must die with the process that started them."""
 
 
 def birth(pid: int) -> float:
     """When a process started, in clock ticks since boot: tells it from a later one of its number. 0 if it is gone."""
-    fields = _stat(pid)
-    return float(fields[19]) if fields else 0.0
+    try:
+        return float(_stat(pid)[19])
+    except OSError:
+        return 0.0
 
 
-def state(pid: int, born: float) -> str | None:
-    """The kernel's letter for what this very process does (R, S, D, T, Z); None if it is gone."""
-    fields = _stat(pid)
-    return fields[0] if fields and float(fields[19]) == born else None
+def look(pid: int, born: float) -> str:
+    """The kernel's letter for what a process does (R, S, D, T, Z, ...), GONE, or UNSEEN.
+
+    Args:
+        pid: its number.
+        born: its ``birth``; 0 if that is not known.
+    """
+    try:
+        fields = _stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return UNSEEN if _exists(pid) else GONE
+    except OSError:
+        return UNSEEN
+    return fields[0] if born in (0, float(fields[19])) else GONE
 
 
 def is_alive(pid: int, born: float) -> bool:
-    """Whether this very process of this machine lives; a zombie does not."""
-    return state(pid, born) not in (None, "Z", "X")
+    """Whether this very process of this machine lives; a zombie does not, one that cannot be looked at may."""
+    return born != 0 and look(pid, born) not in (GONE, "Z", "X")
 
 
 def machine() -> str:
@@ -112,11 +128,17 @@ def kernel_killed_for_memory(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat behind the name, which may hold anything; none if the process is gone."""
+    """Fields of /proc/<pid>/stat behind the name, which may hold anything. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process of this user has the number; takes no descriptor."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        os.kill(pid, 0)
     except OSError:
-        return []
+        return False
+    return True
 
 
 def _descendants() -> list[psutil.Process]:

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.run.events import missing_fields
 from hpctrain.system.processes import own_session
 from hpctrain.run.attempts import Attempts
-from hpctrain.run import last_words
+from hpctrain.run.last_words import read as read_words
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
     endings,
@@ -47,7 +47,7 @@ def test_two_ranks_train_as_one_job(tmp_path):
     result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     assert result.stderr == ""
     assert "2 ranks on " in result.stdout
-    saved = last_words.read(RunDir(tmp_path / "run"), 1)
+    saved = read_words(RunDir(tmp_path / "run"), 1)
     assert saved is not None and saved.verdict is not None
     assert [word.ending.value for word in saved.ranks] == ["completed", "completed"]
     assert len({word.weights_hash for word in saved.ranks}) == 1

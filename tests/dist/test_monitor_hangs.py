@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,3 +82,35 @@ def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tm
     assert event["kind"] == "died"
     assert [(rank["rank"], rank["state"]) for rank in event["ranks"]] == [(2, "gone")]
     assert nobody_is_left(tmp_path)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("agents_too", [True, False])
+def test_a_suspended_run_goes_on_and_is_not_ended(
+    mpirun: Callable[..., Any], tmp_path: Path, agents_too: bool
+) -> None:
+    script = {"steps": 400, "monitor": {"hang_s": HANG_S, "on_hang": "abort"}}
+    suspender = threading.Thread(target=suspend, args=(tmp_path, agents_too))
+    suspender.start()
+    result = mpirun(2, PROGRAM, tmp_path, json.dumps(script), timeout=100)
+    suspender.join()
+    assert (tmp_path / "suspended").exists(), result.output
+    events = tmp_path / "monitor" / "events.jsonl"
+    assert "hang" not in (events.read_text() if events.exists() else "")
+
+
+def suspend(folder: Path, agents_too: bool) -> None:
+    """Stops the ranks once they have begun, for twice the time that counts as a hang."""
+    deadline = time.monotonic() + 60
+    while len(pids := [int(text) for file in folder.glob("pid-*") if (text := file.read_text())]) < 2:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+    time.sleep(1)  # the first steps have their own limit
+    agents = [process.pid for process in psutil.process_iter() if agent_of(process, folder)] if agents_too else []
+    for pid in (*agents, *pids):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * HANG_S)  # what is tested is the passing of time
+    for pid in (*pids, *agents):
+        os.kill(pid, signal.SIGCONT)
+    (folder / "suspended").touch()

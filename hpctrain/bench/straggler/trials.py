@@ -21,7 +21,7 @@ from hpctrain.monitor.chief.finding import Kind, State
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.monitor.wire import FRAME, Message
+from hpctrain.monitor.wire.message import Message
 from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import Phase
 
@@ -222,8 +222,7 @@ def first_node(pair: list[Window], windows: int, ranks_per_node: int = 8) -> tup
             sent = sum(map(len, frames))
             begin = time.perf_counter()
             for frame in frames:
-                end = FRAME.size + FRAME.unpack_from(frame)[0]
-                chief.receive(Message.decode(frame[FRAME.size : end], frame[end:]), 0.0)
+                chief.receive(Message.decode(frame), 0.0)
             seconds.append(time.perf_counter() - begin)
     return float(np.median(seconds)), sent
 

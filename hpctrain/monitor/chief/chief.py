@@ -14,10 +14,11 @@ from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.exclude import Exclusion, exclude, is_the_hosts_own
-from hpctrain.monitor.chief.finding import State, Verdict
-from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, Beat, Hang, HangWatch
+from hpctrain.monitor.chief.finding import Kind, State, Verdict
+from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
 from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
+from hpctrain.monitor.chief.stops import Stops
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
 from hpctrain.run.folder import RunDir
@@ -25,6 +26,8 @@ from hpctrain.system.files import write_atomically
 
 PENDING_WINDOWS = 8
 """Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
+CHECK_S = 1.0
+"""Seconds between looks for a hang, which cost time for each rank; a death is looked at at once."""
 LIVE_S = 3.0
 """Seconds between refreshes of the live view's file."""
 SILENT_S = 10.0
@@ -94,16 +97,20 @@ class Chief:
         self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
         self.dropped: dict[int, int] = {}
         self.first_step = 0
-        self.active: dict[str, str] = {}
-        """Confirmed findings, in words."""
+        self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
+        """Confirmed findings, in words; the ranks are those of findings that name somebody."""
         self.suspects: list[str] = []
         """Findings of the last window only."""
         self.shown: Measures | None = None
         self.open_hang: OpenHang | None = None
         self.has_ended_ranks = False
         self.next_live = 0.0
+        self.next_check = 0.0
         self.first_beat: float | None = None
         self.said_who_is_missing = False
+        self.stops = Stops()
+        self.suspended_at: float | None = None
+        """The last look, if every rank was stopped then."""
 
     def receive(self, message: Message, now: float) -> list[Command]:
         """Takes in one report."""
@@ -111,7 +118,10 @@ class Chief:
         if message.kind == "window":
             return self.add(window_of(message))
         if message.kind == "beat":
-            self.beats[fields["node"]] = (now, [Beat(*beat) for beat in fields["beats"]])
+            beats = [Beat(*beat) for beat in fields["beats"]]
+            self.beats[fields["node"]] = (now, beats)
+            if any(beat.state == GONE for beat in beats):
+                self.next_check = now
             self.dropped[fields["node"]] = fields["dropped"]
             self.first_step = max(self.first_step, fields["first_step"])
         elif message.kind == "findings":
@@ -133,17 +143,37 @@ class Chief:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
         if self.has_ended_ranks:  # that they are gone now is no news
             return []
-        beats = [aged(beat, now - at) for at, group in self.beats.values() for beat in group]
+        if now < self.next_check:
+            return []
+        self.next_check = now + CHECK_S
+        self.note_suspension(now)
+        beats = [aged(beat, at, now, self.stops) for at, group in self.beats.values() for beat in group]
         if len(beats) < len(self.hosts) and not self.begins_without(beats, now):
             return []
         hang = self.watch.observe(beats)
         return self.begin_hang(hang, now) if hang else []
 
+    def note_suspension(self, now: float) -> None:
+        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run."""
+        alive = [beat for _, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
+        if alive and all(beat.state == STOPPED for beat in alive):
+            if self.suspended_at is None:
+                self.say("every rank is stopped by a signal: until they go on, time does not count", False)
+            else:
+                self.stops.add(self.suspended_at, now)
+            self.suspended_at = now
+        else:
+            self.suspended_at = None
+
+    def observer_stopped(self, begin: float, end: float) -> None:
+        """The agent itself did not run between two moments, and perhaps the ranks did not either."""
+        self.stops.add(begin, end)
+
     def begins_without(self, beats: list[Beat], now: float) -> bool:
         """Whether the wait for ranks that have never been heard of is over; says once that it is."""
         if self.first_beat is None and beats:
             self.first_beat = now
-        if self.first_beat is None or now - self.first_beat < JOIN_S:
+        if self.first_beat is None or self.stops.running(self.first_beat, now) < JOIN_S:
             return False
         if not self.said_who_is_missing:
             self.said_who_is_missing = True
@@ -175,10 +205,17 @@ class Chief:
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
         self.suspects.clear()
+        self.drop_cleared()
         for verdict in verdicts:
             self.tell(self.with_evidence(verdict))
         suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
         return [Command(node, Message("look")) for node in sorted({self.nodes[rank] for rank in suspects})]
+
+    def drop_cleared(self) -> None:
+        """Ends findings none of whose ranks is slow any more: ranks that were named together clear one by one."""
+        for kind, ranks in list(self.active):
+            if kind in (Kind.RANK, Kind.HOST) and not self.judge.accused.confirmed[list(ranks)].any():
+                del self.active[kind, ranks]
 
     def with_evidence(self, verdict: Verdict) -> Verdict:
         """Adds what the counters of the named ranks' hosts say."""
@@ -198,11 +235,7 @@ class Chief:
     def tell(self, verdict: Verdict) -> None:
         """Log, event, live view, and the exclusion list."""
         text = sentence.of_verdict(verdict)
-        key = (
-            f"{verdict.kind.value} {verdict.ranks}"
-            if verdict.kind in ("rank", "pauses", "host")
-            else verdict.kind.value
-        )
+        key = verdict.kind, verdict.ranks if verdict.kind in (Kind.RANK, Kind.PAUSES, Kind.HOST) else ()
         if verdict.state is State.SUSPECT:
             self.suspects.append(text)
             return
@@ -346,7 +379,7 @@ class Chief:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 
 
-def aged(beat: Beat, seconds: float) -> Beat:
+def aged(beat: Beat, at: float, now: float, stops: Stops) -> Beat:
     """A heartbeat some time after it was reported."""
-    lost = seconds > SILENT_S and beat.state not in (ENDED, GONE)
-    return replace(beat, age_s=beat.age_s + seconds, state=SILENT if lost else beat.state)
+    lost = stops.running(at, now) > SILENT_S and beat.state not in (ENDED, GONE)
+    return replace(beat, age_s=stops.running(at - beat.age_s, now), state=SILENT if lost else beat.state)

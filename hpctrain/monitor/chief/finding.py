@@ -6,6 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+RANKS_IN_EVENT = 1000
+"""Ranks that an event lists."""
+
 
 class Kind(enum.StrEnum):
     """What is wrong. Only the first three name somebody."""
@@ -62,6 +65,8 @@ class Verdict:
     """What the host's counters say."""
     note: str = ""
     """What else to know."""
+    beside: bool = False
+    """Some other rank is named at this time: what nobody is blamed for comes on top of that."""
 
     def fields(self) -> dict[str, Any]:
         """For an event."""
@@ -69,7 +74,7 @@ class Verdict:
             "kind": self.kind.value,
             "state": self.state.value,
             "rank": self.ranks[0] if len(self.ranks) == 1 else None,
-            "ranks": list(self.ranks),
+            "ranks": list(self.ranks[:RANKS_IN_EVENT]),
             "host": self.hosts[0] if len(self.hosts) == 1 else None,
             "cause": self.cause,
             "slowdown": round(self.slowdown, 4),

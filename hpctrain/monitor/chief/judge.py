@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.chief.accused import Accused
 from hpctrain.monitor.chief.baseline import Baseline
 from hpctrain.monitor.chief.cause import NETWORK, cause_of
 from hpctrain.monitor.chief.finding import Change, Hysteresis, Kind, State, Verdict
 from hpctrain.monitor.chief.pauses import RECENT, Pauses
-from hpctrain.monitor.window import CAUSES, GC, Window
+from hpctrain.monitor.window import GC, Window
 
 Array = NDArray[np.floating]
 
@@ -33,6 +34,8 @@ class Rule:
     """Slow windows in a row that confirm."""
     clear_windows: int = 3
     """Calm windows in a row that clear."""
+    told_singly: int = 8
+    """Ranks or hosts of which each has a sentence of its own when a window names many; the others share one."""
     many: float = 1 / 3
     """From this share of slow ranks on, nobody is singled out."""
     few_ranks: int = 3
@@ -74,9 +77,9 @@ class Judge:
         self.hosts = tuple(hosts)
         self.rule = rule or Rule()
         self.baseline = Baseline(len(hosts))
-        self.accused: dict[int, Hysteresis] = {}
+        self.ranks_of_host = Counter(self.hosts)
+        self.accused = Accused(len(hosts), self.rule.confirm_windows, self.rule.clear_windows)
         self.conditions: dict[Kind | tuple[Kind, int], Hysteresis] = {}
-        self.extra: dict[int, Array] = defaultdict(lambda: np.zeros(len(CAUSES)))
         self.pauses = Pauses(len(hosts))
         self.measures: Measures | None = None
 
@@ -94,9 +97,10 @@ class Judge:
         self.measures = now = self.measure(window, busy)
         self.pauses.add(window, busy)
         own = self.baseline.growth(window, now.medians)
-        verdicts += self.ranks(now, own) + self.pausing(window) + self.imbalance(now, busy)
+        slow, are_many = self.slow_ranks(now, own)
+        verdicts += self.ranks(now, slow, are_many) + self.pausing(window) + self.imbalance(now, busy)
         if own is not None:
-            verdicts += self.change_of_all(window, own)
+            verdicts += self.change_of_all(window, own, slow | self.named()[window.ranks])
         self.baseline.learn(window, now.medians)
         return verdicts
 
@@ -112,27 +116,39 @@ class Judge:
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
-    def ranks(self, now: Measures, own: Array | None) -> list[Verdict]:
-        """Ranks that are slower than their peers in the typical step."""
-        window, slow, verdicts = now.window, now.slow, []
+    def slow_ranks(self, now: Measures, own: Array | None) -> tuple[NDArray[np.bool_], bool]:
+        """[R] ranks that are slower than their peers in the typical step; whether too many to single one out."""
+        window, slow = now.window, now.slow
         size = len(window.ranks)
         if size <= self.rule.few_ranks:
-            verdicts += self.uneven(now)
             slow = slow & self.baseline.fell_behind(now.medians, own, self.rule.slow)
         many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
         if (group := self.slow_group(now.medians, own)) is not None:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
-        many = bool(many and not slow.all())
+        return slow, bool(many and not slow.all())
+
+    def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Verdict]:
+        """What is said of slow ranks, or of too many of them."""
+        window = now.window
+        verdicts = self.uneven(now) if len(window.ranks) <= self.rule.few_ranks else []
         verdicts += self.condition(
             Kind.MANY,
             window,
-            many,
-            not many,
+            are_many,
+            not are_many,
             ranks=tuple(window.ranks[slow].tolist()),
-            slowdown=float(np.median(now.medians[slow]) / np.median(now.medians[~slow]) - 1) if many else 0.0,
-            cost=statistics.cost_of_group(window.busy, window.wait, slow) if many else 0.0,
+            slowdown=float(np.median(now.medians[slow]) / np.median(now.medians[~slow]) - 1) if are_many else 0.0,
+            cost=statistics.cost_of_group(window.busy, window.wait, slow) if are_many else 0.0,
         )
-        return verdicts + self.accuse(now, np.zeros_like(slow) if many else slow)
+        return verdicts + self.accuse(now, np.zeros_like(slow) if are_many else slow)
+
+    def named(self) -> NDArray[np.bool_]:
+        """[N] ranks of which a confirmed verdict says that they hold up the others."""
+        named = self.accused.confirmed.copy()
+        for key, record in self.conditions.items():
+            if isinstance(key, tuple) and record.confirmed:
+                named[key[1]] = True
+        return named
 
     def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
         """So many slow ranks that the spread between ranks, or even the median, is theirs.
@@ -152,63 +168,68 @@ class Judge:
         return None
 
     def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Verdict]:
-        """Runs each rank's hysteresis; ranks without an entry are calm."""
+        """Runs the ranks' hysteresis."""
         window = now.window
-        position = {int(rank): place for place, rank in enumerate(window.ranks)}
-        for rank in window.ranks[slow].tolist():
-            self.accused.setdefault(rank, self.hysteresis())
-        changed: dict[Change, list[int]] = defaultdict(list)
-        for rank, record in list(self.accused.items()):
-            place = position.get(rank)
-            if place is None:
-                continue
-            if slow[place]:
-                self.extra[rank] = self.extra[rank] + self.extra_of(window, place)
-            changed[record.observe(bool(slow[place]), bool(now.excess[place] < self.rule.calm))].append(rank)
-            if record.idle:
-                del self.accused[rank]
-                self.extra.pop(rank, None)
-        confirmed = np.array([rank in self.accused and self.accused[rank].confirmed for rank in window.ranks.tolist()])
+        calm = now.excess < self.rule.calm
+        changes = self.accused.observe(window.ranks, slow, calm, self.extra_of(window, np.flatnonzero(slow)))
         return [
-            *self.spoken(now, State.CONFIRMED, changed[Change.CONFIRMED], confirmed),
-            *self.spoken(now, State.CLEARED, changed[Change.CLEARED], confirmed),
-            *self.spoken(now, State.SUSPECT, changed[Change.SUSPECTED], confirmed),
+            *self.spoken(now, State.CONFIRMED, changes.confirmed),
+            *self.spoken(now, State.CLEARED, changes.cleared),
+            *self.spoken(now, State.SUSPECT, changes.suspected),
         ]
 
-    def spoken(self, now: Measures, state: State, ranks: list[int], confirmed: NDArray[np.bool_]) -> list[Verdict]:
-        """One verdict a rank, or one a host where all ranks of a host with several say the same."""
-        window, verdicts = now.window, []
-        for host, members in self.by_host(ranks).items():
-            if len(members) > 1 and len(members) == self.hosts.count(host):
-                groups, kind = [members], Kind.HOST
-            else:
-                groups, kind = [[rank] for rank in members], Kind.RANK
-            for group in groups:
-                places = np.isin(window.ranks, group)
-                extra = sum((self.extra[rank] for rank in group), np.zeros(len(CAUSES)))
-                normal = np.median(window.typical[~places], axis=0) if not places.all() else window.typical[0]
-                together = places | confirmed if state is State.CONFIRMED else places
-                verdicts.append(
-                    Verdict(
-                        kind=kind,
-                        state=state,
-                        window=window.index,
-                        ranks=tuple(group),
-                        hosts=(host,),
-                        cause=cause_of(extra, normal) if extra.any() else "",
-                        slowdown=float(now.excess[places].mean()),
-                        cost=statistics.cost_of_group(window.busy, window.wait, together),
-                        note="together with the other slow ranks" if together.sum() > len(group) else "",
-                    )
-                )
-        return verdicts
+    def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Verdict]:
+        """One verdict a rank, or one a host where all ranks of a host with several say the same.
 
-    def extra_of(self, window: Window, place: int) -> Array:
-        """[len(CAUSES)] seconds a step by which phases exceed the peers', or with few peers the rank's own past."""
+        Where these are many, the slowest are told one by one and the others together.
+        """
+        if not len(ranks):
+            return []
+        place_of = np.full(len(self.hosts), -1)
+        place_of[now.window.ranks] = np.arange(len(now.window.ranks))
+        groups: list[tuple[Kind, list[int]]] = []
+        for host, members in self.by_host(ranks.tolist()).items():
+            if len(members) > 1 and len(members) == self.ranks_of_host[host]:
+                groups.append((Kind.HOST, members))
+            else:
+                groups += [(Kind.RANK, [rank]) for rank in members]
+        if len(groups) > self.rule.told_singly:
+            excess, place = now.excess.tolist(), place_of.tolist()
+            groups.sort(key=lambda group: -sum(excess[place[rank]] for rank in group[1]) / len(group[1]))
+            rest = [rank for _, members in groups[self.rule.told_singly :] for rank in members]
+            groups = [*groups[: self.rule.told_singly], (Kind.RANK, sorted(rest))]
+        return [self.spoken_of(now, state, kind, place_of[members]) for kind, members in groups]
+
+    def spoken_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Verdict:
+        """What is said of some ranks together; ``places`` are theirs in the window."""
+        window = now.window
+        ranks = window.ranks[places]
+        those = np.zeros(len(window.ranks), dtype=bool)
+        those[places] = True
+        extra = self.accused.extra[ranks].sum(axis=0)
+        normal = np.median(window.typical[~those], axis=0) if not those.all() else window.typical[0]
+        together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
+        return Verdict(
+            kind=kind,
+            state=state,
+            window=window.index,
+            ranks=tuple(ranks.tolist()),
+            hosts=tuple(dict.fromkeys(self.hosts[rank] for rank in ranks.tolist())),
+            cause=cause_of(extra, normal) if extra.any() else "",
+            slowdown=float(now.excess[places].mean()),
+            cost=statistics.cost_of_group(window.busy, window.wait, together),
+            note="together with the other slow ranks" if together.sum() > len(ranks) else "",
+        )
+
+    def extra_of(self, window: Window, places: NDArray[np.int64]) -> Array:
+        """[len(places), len(CAUSES)] seconds a step by which phases exceed the peers', or if few the own past."""
+        mine = window.typical[places].astype(np.float64)
         if len(window.ranks) <= self.rule.few_ranks and self.baseline.typical is not None:
-            return np.asarray(window.typical[place] - self.baseline.typical[window.ranks[place]], dtype=np.float64)
-        others = np.delete(window.typical, place, axis=0)
-        return np.asarray(window.typical[place] - np.median(others, axis=0), dtype=np.float64)
+            return np.asarray(mine - self.baseline.typical[window.ranks[places]])
+        if not len(places):
+            return mine
+        others = np.stack([statistics.median_of_others(column) for column in window.typical.T], axis=1)
+        return np.asarray(mine - others[places])
 
     def uneven(self, now: Measures) -> list[Verdict]:
         """Two or three ranks that differ since the start."""
@@ -272,7 +293,7 @@ class Judge:
 
     def is_confirmed(self, rank: int) -> bool:
         """The rank is named already."""
-        return rank in self.accused and self.accused[rank].confirmed
+        return bool(self.accused.confirmed[rank])
 
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
@@ -293,23 +314,28 @@ class Judge:
             cost=max(lost - left, 0.0),
         )
 
-    def change_of_all(self, window: Window, own: Array) -> list[Verdict]:
-        """The exchange, or everything, is slower than at the start."""
-        all_slower = bool((own >= 1 + self.rule.calm).mean() >= 0.8 and np.median(own) >= 1 + self.rule.slow)
+    def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Verdict]:
+        """The exchange, or everything, is slower than at the start.
+
+        What slow ranks take longer is theirs: only if all the others are slower too is nobody to blame for it.
+        """
+        rest = own[~blamed] if not blamed.all() else np.ones(1)
+        growth = float(np.median(rest))
+        all_slower = bool((rest >= 1 + self.rule.calm).mean() >= 0.8 and growth >= 1 + self.rule.slow)
         verdicts = self.condition(
             Kind.GLOBAL,
             window,
             all_slower,
-            bool(np.median(own) < 1 + self.rule.calm),
-            slowdown=float(np.median(own) - 1),
-            cost=1 - 1 / max(float(np.median(own)), 1.0),
+            growth < 1 + self.rule.calm,
+            slowdown=growth - 1,
+            cost=1 - 1 / max(growth, 1.0),
         )
         was, is_now, step = self.baseline.transfer, statistics.transfer_seconds(window.wait), self.baseline.step
         slower = is_now - was >= self.rule.slow * step and is_now >= 1.5 * was
         return verdicts + self.condition(
             Kind.NETWORK,
             window,
-            slower and bool(np.median(own) < 1 + self.rule.slow),
+            slower and growth < 1 + self.rule.slow,
             is_now - was < self.rule.calm * step,
             cause=NETWORK,
             slowdown=is_now / max(was, 1e-9) - 1,
@@ -351,7 +377,8 @@ class Judge:
             return []
         kind = key[0] if isinstance(key, tuple) else key
         hosts = tuple(dict.fromkeys(self.hosts[rank] for rank in ranks))
-        return [Verdict(kind, states[change], window.index, ranks, hosts, **findings)]  # type: ignore[arg-type]
+        beside = bool(self.named().any())
+        return [Verdict(kind, states[change], window.index, ranks, hosts, beside=beside, **findings)]  # type: ignore[arg-type]
 
     def hysteresis(self) -> Hysteresis:
         """As the rule says."""

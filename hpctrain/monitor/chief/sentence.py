@@ -28,7 +28,8 @@ def of_verdict(verdict: Verdict) -> str:
     """What a person reads in the log."""
     text = BY_KIND[verdict.kind](verdict)
     if verdict.state is State.CLEARED:
-        return CLEARED[verdict.kind].format(who=who(verdict))
+        be, whose = ("is", "its") if len(verdict.ranks) == 1 else ("are", "their")
+        return CLEARED[verdict.kind].format(who=who(verdict), be=be, whose=whose)
     if verdict.evidence:
         text += f" ({'; '.join(verdict.evidence)})"
     return f"perhaps {text}" if verdict.state is State.SUSPECT else text
@@ -59,8 +60,16 @@ def costs(verdict: Verdict) -> str:
     return f"costs {verdict.cost:.0%} of the run" + (f" {verdict.note}" if verdict.note else "")
 
 
+def nobody(verdict: Verdict) -> str:
+    """No rank, or none besides those that are named already."""
+    return "no other rank" if verdict.beside else "no rank"
+
+
 BY_KIND = {
-    Kind.RANK: lambda v: f"{who(v)} is {v.slowdown:.0%} slower than its peers: {WORDS[v.cause]}, {costs(v)}",
+    Kind.RANK: lambda v: (
+        f"{who(v)} {'is' if len(v.ranks) == 1 else 'are'} {v.slowdown:.0%} slower than "
+        f"{'its' if len(v.ranks) == 1 else 'their'} peers: {WORDS[v.cause]}, {costs(v)}"
+    ),
     Kind.HOST: lambda v: f"{who(v)} is {v.slowdown:.0%} slower than the others: {WORDS[v.cause]}, {costs(v)}",
     Kind.PAUSES: lambda v: f"{who(v)} holds up the others with long pauses in some steps: {WORDS[v.cause]}, {costs(v)}",
     Kind.MANY: lambda v: (
@@ -72,22 +81,26 @@ BY_KIND = {
         f"with so few ranks there is no telling which is off, {costs(v)}"
     ),
     Kind.ROTATING: lambda v: (
-        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the run: no rank to blame"
+        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the run: {nobody(v)} to blame"
     ),
     Kind.IMBALANCE: lambda v: (
         f"ranks have unequal work{f' (most: {numbers(v.ranks)})' if v.ranks else ''}, "
-        f"which costs {v.cost:.0%} of the run: no rank is slow"
+        f"which costs {v.cost:.0%} of the run: {nobody(v)} is slow"
     ),
     Kind.NETWORK: lambda v: (
-        f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: network, no rank to blame"
+        f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: "
+        f"network, {nobody(v)} to blame"
     ),
-    Kind.GLOBAL: lambda v: f"all ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: no rank to blame",
+    Kind.GLOBAL: lambda v: (
+        f"all {'other ' if v.beside else ''}ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: "
+        f"{nobody(v)} to blame"
+    ),
     Kind.ABSTAIN: lambda v: (
         f"cannot compare ranks: rank{'s' if len(v.ranks) != 1 else ''} {numbers(v.ranks)}: {v.note}"
     ),
 }
 CLEARED = {
-    Kind.RANK: "{who} is as fast as its peers again",
+    Kind.RANK: "{who} {be} as fast as {whose} peers again",
     Kind.HOST: "{who} is as fast as the others again",
     Kind.PAUSES: "{who} no longer holds up the others with pauses",
     Kind.MANY: "ranks are equally fast again",

@@ -22,11 +22,15 @@ from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief, Command
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, Layout, Reader
-from hpctrain.monitor.wire import Connection, Message, connect
+from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, raise_descriptors
 from hpctrain.run.folder import RunDir
 
 POLL_S = 0.25
+LONGEST_TURN_S = 2.0
+"""An agent that takes longer between two looks was stopped, and the ranks probably too."""
 RECONNECT_S = 5.0
+PROOF_S = 10.0
+"""Longest wait for the first node's proof; then its agent is called again."""
 LINGER_S = 3.0
 """Longest wait at the end, for last messages."""
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -65,15 +69,13 @@ class Ears:
         self.node = node
         self.selector = selectors.DefaultSelector()
 
-    def register(self, source: socket.socket | Connection) -> None:
-        """Listens to a source from now on."""
-        self.selector.register(source, selectors.EVENT_READ)
-
-    def unregister(self, source: socket.socket | Connection) -> None:
-        """No longer; the source may be closed already."""
-        for descriptor, key in list(self.selector.get_map().items()):
-            if key.fileobj is source:
-                self.selector.unregister(descriptor)
+    def attend(self, source: socket.socket | Connection, wanted: bool = True) -> None:
+        """Listens to a source from now on, or no longer. It is still open."""
+        known = source.fileno() in self.selector.get_map()
+        if wanted and not known:
+            self.selector.register(source, selectors.EVENT_READ)
+        elif known and not wanted:
+            self.selector.unregister(source)
 
     def select(self, seconds: float) -> list[socket.socket | Connection]:
         """Sources that have something, after at most so many seconds. Deaths are handed to the node."""
@@ -82,31 +84,34 @@ class Ears:
         keys = [key for key, _ in self.selector.select(seconds)]
         for key in keys:
             if key.data == "life":
-                self.node.note_death(key.fd)
                 self.selector.unregister(key.fd)
+                self.node.note_death(key.fd)
                 os.close(key.fd)
                 self.node.alarmed = True
         return [key.fileobj for key in keys if key.data != "life"]  # type: ignore[misc]
 
 
 class ChiefAgent:
-    """The first node's agent: its own node, and the connections of the others."""
+    """The first node's agent: its own node, and the connections of the others.
 
-    def __init__(self, node: Node, chief: Chief, listener: socket.socket | None, token: bytes) -> None:
+    Args:
+        node: this node.
+        chief: who decides.
+        door: where the other nodes' agents come in; None if there are none.
+    """
+
+    def __init__(self, node: Node, chief: Chief, door: Door | None) -> None:
         self.node = node
         self.chief = chief
-        self.listener = listener
-        self.token = token
-        self.connections: list[Connection] = []
+        self.door = door
+        self.trusted: set[Connection] = set()
         self.by_node: dict[int, Connection] = {}
         self.next_look = 0.0
+        self.last_turn: float | None = None
         self.ears = Ears(node)
 
     def run(self) -> None:
         """Until the ranks of this node have ended and the other agents have said their last."""
-        if self.listener is not None:
-            self.listener.setblocking(False)
-            self.ears.register(self.listener)
         over_since: float | None = None
         while True:
             self.turn()
@@ -115,7 +120,7 @@ class ChiefAgent:
                 over_since = now
                 self.node.alarmed = True
             if over_since is not None:
-                still = self.connections or self.chief.open_hang is not None
+                still = self.trusted or self.chief.open_hang is not None
                 if not still or now - over_since > LINGER_S:
                     break
         self.turn(0)  # the first rank waits for the end of this process
@@ -123,48 +128,70 @@ class ChiefAgent:
 
     def turn(self, patience_s: float = POLL_S) -> None:
         """Hears those who have something to say, and now and then looks at its own node. Thousands may talk."""
+        if self.door is not None:
+            self.keep_door(self.door, time.monotonic())
         for source in self.ears.select(patience_s):
             if isinstance(source, Connection):
                 self.hear(source)
-            else:
-                self.accept()
+            elif self.door is not None:
+                for stranger in self.door.accept(time.monotonic(), len(self.trusted)):
+                    self.ears.attend(stranger)
+                    self.flush(stranger)
         now = time.monotonic()
+        if self.last_turn is not None and now - self.last_turn > LONGEST_TURN_S:
+            self.chief.observer_stopped(self.last_turn, now)
+        self.last_turn = now
         if now < self.next_look and not self.node.alarmed:
             return
         self.next_look = now + POLL_S
         for message in self.node.poll(now):
             self.obey(self.chief.receive(message, now))
-        for connection in [one for one in self.connections if one.wants_to_send]:
+        for connection in [one for one in self.trusted if one.wants_to_send]:
             self.flush(connection)
         self.obey(self.chief.tick(now))
 
+    def keep_door(self, door: Door, now: float) -> None:
+        """Sends away strangers who have had their time, and lets others wait outside while there is no room."""
+        for stranger in door.overdue(now):
+            self.part_from(stranger)
+        self.ears.attend(door.listener, door.has_room(now, len(self.trusted)))
+
     def hear(self, connection: Connection) -> None:
         """Takes in what another agent reports."""
-        for message in connection.receive():
-            if "node" in message.fields:
-                self.by_node[int(message.fields["node"])] = connection
+        messages = connection.receive()
+        if connection.trusted and connection not in self.trusted:
+            self.trusted.add(connection)
+            if self.door is not None:
+                self.door.forget(connection)
+        for message in messages:
+            self.introduce(int(message.fields["node"]), connection)
             self.obey(self.chief.receive(message, time.monotonic()))
         self.flush(connection)
 
-    def accept(self) -> None:
-        """Takes a new connection."""
-        assert self.listener is not None
-        with contextlib.suppress(OSError):
-            stream, _ = self.listener.accept()
-            connection = Connection(stream, self.token)
-            self.connections.append(connection)
-            self.ears.register(connection)
-            self.flush(connection)
+    def introduce(self, node: int, connection: Connection) -> None:
+        """Remembers whose connection it is; an agent that connects again has lost its first one."""
+        known = self.by_node.get(node)
+        if known is not None and known is not connection:
+            self.part_from(known)
+        self.by_node[node] = connection
 
     def flush(self, connection: Connection) -> None:
-        """Sends what waits. One that has ended is dropped at once: its descriptor may be the next one's."""
+        """Sends what waits; parts from one that has ended."""
         connection.flush()
-        if not connection.closed or connection not in self.connections:
+        if connection.ended:
+            self.part_from(connection)
+
+    def part_from(self, connection: Connection) -> None:
+        """Closes a connection. Nothing happens if it is closed already."""
+        if connection.fileno() < 0:
             return
-        self.connections.remove(connection)
-        for key in [key for key, value in self.by_node.items() if value is connection]:
-            del self.by_node[key]
-        self.ears.unregister(connection)
+        self.ears.attend(connection, wanted=False)
+        self.trusted.discard(connection)
+        if self.door is not None:
+            self.door.forget(connection)
+        for node in [node for node, known in self.by_node.items() if known is connection]:
+            del self.by_node[node]
+        connection.close()
 
     def obey(self, commands: list[Command]) -> None:
         """Sends commands to their nodes; this node's own last, since they may end its ranks."""
@@ -207,24 +234,30 @@ class NodeAgent:
         now = time.monotonic()
         if self.connection is None and now >= self.next_try:
             self.next_try = now + RECONNECT_S
-            self.connection = connect(list(self.addresses), self.port, self.token)
+            self.connection = connect(list(self.addresses), self.port, self.token, now)
             if self.connection is not None:
-                self.ears.register(self.connection)
+                self.ears.attend(self.connection)
         messages = self.node.poll(now)
         if self.connection is None:
             self.ears.select(POLL_S)
             return
         for message in messages:
-            self.connection.send(Message(message.kind, {"node": self.node.plan.node, **message.fields}, message.arrays))
+            self.report(self.connection, message)
         self.connection.flush()
         self.ears.select(POLL_S)
         for command in self.connection.receive():
             for answer in self.node.answer(command):
-                self.connection.send(answer)
-            self.connection.flush()
-        if self.connection.closed:
-            self.ears.unregister(self.connection)
+                self.report(self.connection, answer)
+        self.connection.flush()
+        silent = not self.connection.trusted and now - self.connection.opened > PROOF_S
+        if self.connection.ended or silent:
+            self.ears.attend(self.connection, wanted=False)
+            self.connection.close()
             self.connection = None
+
+    def report(self, connection: Connection, message: Message) -> None:
+        """Queues a message with this node's number."""
+        connection.send(Message(message.kind, {"node": self.node.plan.node, **message.fields}, message.arrays))
 
 
 class Voice:
@@ -255,15 +288,12 @@ def give_way() -> None:
         os.nice(10)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 
 def main() -> None:
     """The process."""
     give_way()
+    descriptors = raise_descriptors()
     plan = AgentPlan.from_json(sys.stdin.read())
     reader = Reader.of(plan.memory, plan.layout)
     node = Node(plan.node, reader)
@@ -273,9 +303,16 @@ def main() -> None:
         return
     folder = RunDir(Path(plan.chief["folder"]))
     config = MonitorConfig(**plan.chief["config"])
-    chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, Voice(reader).say)
-    listener = socket.socket(fileno=plan.listener) if plan.listener is not None else None
-    ChiefAgent(node, chief, listener, token).run()
+    voice = Voice(reader)
+    chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, voice.say)
+    door = None
+    if plan.listener is not None:
+        limits = DoorLimits()
+        most = descriptors - limits.reserved_descriptors
+        if len(set(chief.nodes)) > most:
+            voice.say(f"watches {most} nodes only: more than {descriptors} open files are not permitted here", False)
+        door = Door(socket.socket(fileno=plan.listener), token, descriptors, limits)
+    ChiefAgent(node, chief, door).run()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def compare(before: Reading, after: Reading) -> Findings:
     seconds = max(after.time - before.time, 1e-3)
 
     def grown(key: str) -> float:
-        return max(after.host.get(key, 0.0) - before.host.get(key, 0.0), 0.0)
+        now = after.host.get(key, 0.0)
+        return max(now - before.host.get(key, now), 0.0)  # what could not be read before has not grown
 
     host = []
     if (share := grown("throttled_s") / seconds) >= NOTABLE:
@@ -99,7 +100,10 @@ def compare_process(before: Mapping[str, float], after: Mapping[str, float], sec
 
 def cpu_counters() -> dict[str, float]:
     """Processor seconds of the host: all, and those that a hypervisor gave to others; throttling events."""
-    fields = [int(field) / TICK for field in lines_of(PROC / "stat")[0].split()[1:9]]
+    lines = lines_of(PROC / "stat")
+    if not lines:
+        return {}
+    fields = [int(field) / TICK for field in lines[0].split()[1:9]]
     hot = sum(
         int(text)
         for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
@@ -219,10 +223,10 @@ def rivals(
 def processor_seconds() -> dict[int, float]:
     """Processor seconds of every process on the host."""
     found = {}
-    for folder in PROC.glob("[0-9]*"):
-        fields = (text_of(folder / "stat") or "").rpartition(")")[2].split()
+    for name in filter(str.isdecimal, names_in(PROC)):
+        fields = (text_of(PROC / name / "stat") or "").rpartition(")")[2].split()
         if fields:
-            found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / TICK
+            found[int(name)] = (int(fields[11]) + int(fields[12])) / TICK
     return found
 
 

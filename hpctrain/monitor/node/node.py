@@ -32,7 +32,7 @@ from hpctrain.monitor.shared import (
     Reader,
 )
 from hpctrain.monitor.window import Window, condense
-from hpctrain.monitor.wire import Message
+from hpctrain.monitor.wire.message import Message
 from hpctrain.run import deaths
 from hpctrain.system import processes
 
@@ -93,7 +93,8 @@ class Node:
 
     def note_death(self, descriptor: int) -> None:
         """Writes down who died and when, before anything else: a launcher may end this agent milliseconds later."""
-        pid = next((pid for pid, life in self.lives.items() if life == descriptor), None)
+        pid = next(pid for pid, life in self.lives.items() if life == descriptor)
+        self.lives[pid] = -1  # the number may be the next file's
         for rank, head in zip(self.ranks, self.reader.heads(), strict=True):
             if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
                 deaths.note(int(rank))
@@ -137,16 +138,19 @@ class Node:
         )
 
     def state(self, head: NDArray[np.float64]) -> str:
-        """ended, gone, stopped or the kernel's letter."""
+        """ended, gone, stopped, the kernel's letter, or a question mark if it cannot be looked at."""
         if head[STATE] == FINISHED:
             return ENDED
-        letter = processes.state(int(head[PID]), head[STARTED])
-        return {None: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter or GONE)
+        letter = processes.look(int(head[PID]), head[STARTED])
+        return {processes.GONE: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter)
 
     def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
         """What the host's counters say since the last reading."""
         pids = [int(head[PID]) for head in heads if head[STATE] != JOINING]
-        before, self.reading = self.reading, host_counters.read(pids, now)
+        try:
+            before, self.reading = self.reading, host_counters.read(pids, now)
+        except OSError:  # no descriptors: no evidence now
+            return []
         if before is None:
             return []
         found = host_counters.compare(before, self.reading)
@@ -182,7 +186,10 @@ class Node:
         for rank in command.fields["ranks"]:
             head = heads[self.plan.ranks.index(rank)]
             pid = int(head[PID])
-            text = stacks.dump(pid, int(head[DUMP_SIGNAL]), Path(f"/proc/{pid}/fd/{int(head[DUMP_FILE])}"))
+            try:
+                text = stacks.dump(pid, int(head[DUMP_SIGNAL]), Path(f"/proc/{pid}/fd/{int(head[DUMP_FILE])}"))
+            except OSError as error:
+                text = f"no stack: {error.strerror}\n"
             answers.append(Message("dumped", {"rank": rank, "text": text}))
         return answers
 
@@ -190,7 +197,7 @@ class Node:
         """Ends the node's ranks and what they started, except for this agent."""
         for head in self.reader.heads():
             pid = int(head[PID])
-            if head[STATE] == JOINING or processes.state(pid, head[STARTED]) is None:
+            if head[STATE] == JOINING or processes.look(pid, head[STARTED]) == processes.GONE:
                 continue
             for member in [*family(pid), pid]:
                 if member != os.getpid():
@@ -204,7 +211,7 @@ class Node:
 
 def family(pid: int) -> list[int]:
     """A process's descendants."""
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return []
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import psutil
-
 from hpctrain.comm.world import World
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import shared
@@ -27,6 +25,7 @@ from hpctrain.monitor.node.agent import AgentPlan
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
+from hpctrain.monitor.wire import Interface, interfaces, listen, meeting_address, routed_address
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python
@@ -150,20 +149,24 @@ def start_agent(
     world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: Layout
 ) -> subprocess.Popen[bytes] | None:
     """Starts this node's agent on its first rank, and tells all of them where the first one listens. Collective."""
+    own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []
+    reached_at = [interface.address for interface in own] if world.local_rank == 0 else None
+    introduction = [world.host, world.node, reached_at]
+    everybody = world.everyone.allgather(introduction, "tell the monitor who is where")
     listener = None
     meeting: dict[str, object] = {}
     if world.rank == 0:
+        others = [addresses for _, node, addresses in everybody if addresses is not None and node]
         try:
             make_folder(folder.monitor, folder.path)
-            listener = listen() if world.nodes > 1 else None
+            listener, addresses = listen_for(own, others) if world.nodes > 1 else (None, [])
             port = listener.getsockname()[1] if listener else 0
-            meeting = {"addresses": addresses() if listener else [], "port": port, "token": secrets.token_hex(32)}
+            meeting = {"addresses": addresses, "port": port, "token": secrets.token_hex(32)}
         except OSError as error:  # the other ranks wait for an answer
             foreign_text.show(f"hpctrain monitor: not watching this run: {error}", sys.stderr)
     meeting = world.everyone.broadcast(meeting, "learn where the monitor listens")
     if not meeting:
         return None
-    everybody = world.everyone.allgather([world.host, world.node], "tell the monitor who is where")
     local_ranks = world.local.allgather(world.rank, "tell the monitor who is here")
     if world.local_rank != 0:
         return None
@@ -173,8 +176,8 @@ def start_agent(
         layout=layout,
         listener=listener.fileno() if listener else None,
         chief={
-            "hosts": [host for host, _ in everybody],
-            "nodes": [node for _, node in everybody],
+            "hosts": [host for host, *_ in everybody],
+            "nodes": [node for _, node, _ in everybody],
             "folder": str(folder.path.absolute()),
             "attempt": current_attempt(),
             "config": dataclasses.asdict(config),
@@ -192,6 +195,15 @@ def start_agent(
     finally:
         if listener:
             listener.close()
+
+
+def listen_for(own: list[Interface], others: list[list[str]]) -> tuple[socket.socket, list[str]]:
+    """A listening socket on the network that the job's hosts share, and where others find it.
+
+    Without such a network it is the address that leads to them; without that one, all of them.
+    """
+    address = meeting_address(own, others) or routed_address(others)
+    return listen(address), [address] if address else [*(one.address for one in own), socket.gethostname()]
 
 
 def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[bytes]:
@@ -227,23 +239,3 @@ def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
     clock.head[DUMP_FILE] = file.fileno()
     clock.head[DUMP_SIGNAL] = DUMP_ON
     return file
-
-
-def listen() -> socket.socket:
-    """A listening socket on a free port, of both IP versions where there are two."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
-
-
-def addresses() -> list[str]:
-    """This host's addresses, those that others can reach first."""
-    found = [
-        address.address
-        for name, entries in psutil.net_if_addrs().items()
-        for address in entries
-        if address.family in (socket.AF_INET, socket.AF_INET6)
-        and not address.address.startswith(("127.", "::1", "fe80"))
-        and not name.startswith(("docker", "virbr"))
-    ]
-    return [*found, socket.gethostname()]

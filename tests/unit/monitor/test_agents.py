@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -26,11 +28,13 @@ from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank import session
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import FINISHED, STATE, Layout, Reader, Slot
-from hpctrain.monitor.wire import Connection, Message, connect
+from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, listen
+from hpctrain.monitor.wire.address import LOOPBACK
 from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import Phase
 
 RANKS_PER_NODE = 4
+INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
 LAYOUT = Layout(ranks=RANKS_PER_NODE, rows=1024)
 
 
@@ -38,6 +42,7 @@ class Node:
     """The memory and the agent of a node whose ranks are clocks of this process."""
 
     def __init__(self, index: int, folder: Path, token: str, listener: socket.socket | None, port: int) -> None:
+        self.port = port
         handle, path = shared.create(LAYOUT)
         os.unlink(path)
         memory = shared.map_memory(handle, LAYOUT)
@@ -58,7 +63,7 @@ class Node:
             memory=handle,
             layout=LAYOUT,
             token=token,
-            addresses=("127.0.0.1",),
+            addresses=(LOOPBACK,),
             port=port,
             listener=listener.fileno() if listener else None,
             chief=chief,
@@ -76,7 +81,7 @@ class Node:
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     (tmp_path / "monitor").mkdir()
     token = secrets.token_hex(32)
-    with session.listen() as listener:
+    with listen(LOOPBACK) as listener:
         port = listener.getsockname()[1]
         pair = [Node(0, tmp_path, token, listener, port), Node(1, tmp_path, token, None, port)]
     yield pair
@@ -118,20 +123,40 @@ def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_pat
         assert (tmp_path / "monitor" / f"agent-{index}.log").read_text() == ""
 
 
+def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            for number in range(INTRUDERS):
+                stream = stack.enter_context(socket.create_connection((LOOPBACK, nodes[0].port), 10))
+                if number % 100 == 0:
+                    with contextlib.suppress(OSError):
+                        stream.sendall(struct.pack("!I", 2**24) + b"[" * 2**20)
+            drive(nodes, 400, slow=5, extra_s=0.03)
+            assert len(os.listdir(f"/proc/{nodes[0].agent.pid}/fd")) < 100
+            for node in nodes:
+                node.end()
+            assert [node.agent.wait(15) for node in nodes] == [0, 0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    events = [json.loads(line) for line in (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["rank"]) for event in events] == [("straggler", 5)]
+
+
 def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() -> None:
     node = SimpleNamespace(
         plan=SimpleNamespace(node=0), alarmed=False, new_lives=lambda: [], poll=lambda now: [], note_death=None
     )
     chief = SimpleNamespace(receive=lambda message, now: [], tick=lambda now: [], open_hang=None)
-    with session.listen() as listener:
-        first = ChiefAgent(node, chief, listener, b"t")  # type: ignore[arg-type]
-        first.ears.register(listener)
+    with listen(LOOPBACK) as listener:
+        first = ChiefAgent(node, chief, Door(listener, b"t", 1024, DoorLimits()))  # type: ignore[arg-type]
 
         def meet() -> Connection:
-            other = connect(["127.0.0.1"], listener.getsockname()[1], b"t")
+            other = connect([LOOPBACK], listener.getsockname()[1], b"t", 0.0)
             assert other is not None
             other.send(Message("beat", {"node": 1}))
-            for _ in range(4):
+            for _ in range(6):
                 other.flush()
                 first.turn()
                 other.receive()
@@ -142,9 +167,9 @@ def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() ->
         other.stream.close()
         first.obey([Command(1, Message("look"))])
         other = meet()
-        assert other.trusted and first.connections == [first.by_node[1]]
+        assert other.trusted and first.trusted == {first.by_node[1]}
         other.close()
-        first.connections[0].close()
+        first.by_node[1].close()
         first.ears.selector.close()
 
 

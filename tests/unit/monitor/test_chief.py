@@ -244,3 +244,46 @@ def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path)
         chief.tick(now)
     assert said == ["no word from the agents of ranks 6-7: they are not watched"]
     assert chief.open_hang is not None
+
+
+def look(chief: Chief, now: float, ages: dict[int, float], state: str = "S") -> None:
+    """All nodes report at once, then the chief decides."""
+    for node in range(4):
+        chief.receive(beat(node, Phase.BACKWARD if node else Phase.FORWARD, ages.get(node, ages[0]), state), now)
+    chief.tick(now)
+
+
+def test_time_in_which_the_observer_was_stopped_is_no_silence(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path, hang_s=20)
+    look(chief, 100.0, {0: 1.0})
+    chief.observer_stopped(100.1, 226.0)
+    chief.tick(226.0)  # before any agent has reported again
+    assert chief.open_hang is None
+    look(chief, 226.2, {0: 127.2})
+    assert chief.open_hang is None, "the ranks' marks are older than the suspension"
+    look(chief, 240.0, {0: 141.0})
+    assert chief.open_hang is None
+    look(chief, 246.0, {0: 147.0})
+    assert chief.open_hang is not None and chief.open_hang.hang.silence_s == pytest.approx(147 - 125.9)
+
+
+def test_a_run_whose_ranks_are_all_stopped_is_suspended_not_hung(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=20)
+    look(chief, 100.0, {0: 1.0})
+    for second in range(101, 227):
+        look(chief, float(second), {0: second - 99.0}, "stopped")
+    look(chief, 227.0, {0: 128.0})
+    assert chief.open_hang is None
+    assert said == ["every rank is stopped by a signal: until they go on, time does not count"]
+    look(chief, 250.0, {0: 151.0})
+    assert chief.open_hang is not None, "it did not go on afterwards"
+
+
+def test_one_stopped_rank_is_a_hang_all_the_same(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path, hang_s=20)
+    for second in range(100, 125):
+        for node in range(4):
+            state = "stopped" if node == 3 else "S"
+            chief.receive(beat(node, Phase.BACKWARD, second - 100.0, state), float(second))
+        chief.tick(float(second))
+    assert chief.open_hang is not None and [one.rank for one in chief.open_hang.hang.culprits] == [6, 7]

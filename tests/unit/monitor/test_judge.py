@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from hpctrain.bench.straggler import traces
+from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.finding import Kind, State, Verdict
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.window import CAUSES, GC, Window
@@ -266,6 +269,84 @@ def test_everybody_slower_is_global() -> None:
     outcome = judged(replace(trace, spent=spent))
     assert outcome.accused == set()
     assert [verdict.kind for verdict in outcome.confirmed] == [Kind.GLOBAL]
+
+
+def stopped_now_and_then(trace: traces.Trace, rank: int, others: float) -> traces.Trace:
+    """From step 200 on a rank takes 45% longer in every phase, and the others, who share its host, a little longer."""
+    spent = trace.spent.copy()
+    spent[:, 200:, : Phase.EXCHANGE] *= 1 + others
+    spent[rank, 200:, : Phase.EXCHANGE] *= 1.45 / (1 + others)
+    return replace(trace, spent=spent)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_named_rank_takes_longer_is_not_everybodys(seed: int) -> None:
+    outcome = judged(stopped_now_and_then(healthy(seed, ranks=2, steps=1000, noise=0.01), 0, 0.055))
+    assert outcome.accused == {0}
+    assert not outcome.of(Kind.GLOBAL) and not outcome.of(Kind.NETWORK)
+
+
+def test_a_majority_that_is_slower_than_the_rest_is_not_everybody() -> None:
+    trace = healthy(5, ranks=10)
+    for rank in range(9):
+        trace = traces.slowed_processor(trace, rank, 0.3, 200)
+    outcome = judged(trace)
+    assert outcome.of(Kind.MANY) and not outcome.of(Kind.GLOBAL)
+
+
+def test_what_slows_all_others_too_is_told_beside_the_named_rank() -> None:
+    trace = traces.slowed_processor(healthy(3, noise=0.01), 2, 0.5, 150)
+    for rank in range(8):
+        trace = traces.slowed_processor(trace, rank, 0.25, 400)
+    outcome = judged(trace)
+    assert outcome.accused == {2}
+    [verdict] = outcome.of(Kind.GLOBAL)
+    assert verdict.slowdown == pytest.approx(0.25, abs=0.05)
+    assert sentence.of_verdict(verdict).startswith("all other ranks are 2")
+    assert sentence.of_verdict(verdict).endswith("no other rank to blame")
+
+
+def large(index: int, ranks: int, slow: np.ndarray) -> Window:
+    """A window of many ranks, 30% of which are slow after the baseline."""
+    busy = np.random.default_rng(index).normal(0.02, 0.0002, (ranks, 32)).astype("f4")
+    busy[slow] *= 1.25 if index > 6 else 1.0
+    typical = np.zeros((ranks, len(CAUSES)), dtype="f4")
+    typical[:, Phase.FORWARD] = np.median(busy, axis=1)
+    wait = busy.max(axis=0) - busy + np.float32(0.002)
+    return Window(index, np.arange(ranks), busy, wait, np.ones_like(busy), typical, typical)
+
+
+def cost_of_confirming(ranks: int) -> tuple[int, int, list[Verdict]]:
+    """Calls and peak bytes of the window that confirms, and what it says."""
+    judge = Judge([f"n{rank // 8}" for rank in range(ranks)])
+    slow = np.random.default_rng(0).permutation(ranks)[: int(0.3 * ranks)]
+    for index in range(8):
+        judge.judge(large(index, ranks, slow))
+    last, calls = large(8, ranks, slow), 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    tracemalloc.start()
+    sys.setprofile(count)
+    verdicts = judge.judge(last)
+    sys.setprofile(None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    named = {rank for verdict in verdicts if verdict.state is State.CONFIRMED for rank in verdict.ranks}
+    assert named == set(slow.tolist())
+    return calls, peak, verdicts
+
+
+def test_a_verdict_on_a_third_of_all_ranks_grows_no_faster_than_the_ranks() -> None:
+    few_calls, few_bytes, few = cost_of_confirming(1_000)
+    many_calls, many_bytes, many = cost_of_confirming(10_000)
+    assert many_calls <= 10 * few_calls and many_bytes <= 10.5 * few_bytes
+    assert many_bytes < 32 * 2**20
+    for verdicts in (few, many):
+        assert len(verdicts) <= 9, "sentences are capped"
+        assert max(len(sentence.of_verdict(verdict)) for verdict in verdicts) < 300
 
 
 def test_recovery_clears_and_a_second_incident_fires() -> None:

@@ -1,0 +1,88 @@
+"""On which of its addresses a host is reached by the others of a job. Numbers only: no name is looked up."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+LOOPBACK = "127.0.0.1"
+BRIDGES = ("docker", "virbr", "cni", "veth", "br-")
+"""Interfaces that lead to containers of this host only."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One address of this host."""
+
+    address: str
+    network: str
+    """Address and prefix length, as ipaddress reads it."""
+    speed: int
+    """Mbit/s; 0 if the driver does not say."""
+
+
+def interfaces() -> list[Interface]:
+    """This host's addresses that others can reach."""
+    speeds = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        if name not in speeds or name.startswith(BRIDGES):
+            continue
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(entry.address.partition("%")[0])
+            if not (address.is_loopback or address.is_link_local):
+                network = ipaddress.ip_network(
+                    (str(address), prefix_of(entry.netmask, address.max_prefixlen)), strict=False
+                )
+                found.append(Interface(str(address), str(network), speeds[name]))
+    return found
+
+
+def prefix_of(netmask: str | None, whole: int) -> int:
+    """A netmask as psutil gives it (IPv6 masks are spelled out), as ipaddress takes it; ``whole`` if there is none."""
+    return int(ipaddress.ip_address(netmask)).bit_count() if netmask else whole
+
+
+def meeting_address(own: Sequence[Interface], others: Sequence[Sequence[str]]) -> str | None:
+    """The address of this host that every other host of the job reaches without a router, on the fastest network.
+
+    Hosts with the same addresses as this one are this one (several nodes of a test on one machine): they use loopback
+    if there are no others.
+
+    Args:
+        own: this host's interfaces.
+        others: addresses of each other host.
+
+    Returns:
+        The address, or None if there is no such network.
+    """
+    here = {interface.address for interface in own}
+    elsewhere = [set(addresses) for addresses in others if set(addresses) != here]
+    if not elsewhere:
+        return LOOPBACK
+    parsed = [[ipaddress.ip_address(address) for address in addresses] for addresses in elsewhere]
+    shared = []
+    for interface in own:
+        network, address = ipaddress.ip_network(interface.network), ipaddress.ip_address(interface.address)
+        if all(address not in host and any(one in network for one in host) for host in parsed):
+            shared.append(interface)
+    return max(shared, key=lambda interface: interface.speed).address if shared else None
+
+
+def routed_address(others: Sequence[Sequence[str]]) -> str | None:
+    """The address from which this host's packets to another host of the job would leave; None if there is no route."""
+    for address in (address for addresses in others for address in addresses):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            source = str(probe.getsockname()[0])
+            if not ipaddress.ip_address(source).is_loopback:
+                return source
+    return None

@@ -1,0 +1,155 @@
+"""A non-blocking stream of messages between two agents that have shown each other that they hold the run's token."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+from collections import deque
+
+from hpctrain.monitor.wire import framing
+from hpctrain.monitor.wire.framing import HELLO_BYTES, LARGEST_FRAME, PROOF_BYTES, Keys, Opener, Sealer
+from hpctrain.monitor.wire.message import Message, ProtocolError
+
+QUEUED_MESSAGES = 64
+"""Messages that wait for a slow peer; older ones are dropped and counted."""
+READ_BYTES = 1 << 18
+"""Bytes that are taken from a trusted peer at a time; from others only those of the greeting."""
+UNANSWERED_MS = 30_000
+"""The kernel gives up a connection whose bytes have not been acknowledged for so long."""
+
+
+class Connection:
+    """One side of a connection; `over` and `connect` make them.
+
+    Nothing but a greeting of known length is read from a peer before it has proved itself, and nothing else is sent.
+
+    Args:
+        stream: connected, non-blocking.
+        token: the run's secret.
+        hello: what this side greets with.
+        calls: this side opened the connection.
+        opened: when, on the caller's clock.
+    """
+
+    def __init__(self, stream: socket.socket, token: bytes, hello: bytes, calls: bool, opened: float) -> None:
+        self.stream = stream
+        self.token = token
+        self.hello = hello
+        self.calls = calls
+        self.opened = opened
+        self.ended = False
+        """The peer has closed it, or does not belong to the run. `close` is still to be called."""
+        self.dropped = 0
+        self.greeting = b""
+        """Of the peer, as far as it has come."""
+        self.keys: Keys | None = None
+        self.sealer: Sealer | None = None
+        self.opener: Opener | None = None
+        """These two exist from the peer's proof on."""
+        self.sending = hello
+        self.queue: deque[bytes] = deque()
+
+    @classmethod
+    def over(cls, stream: socket.socket, token: bytes, calls: bool = False, opened: float = 0.0) -> Connection:
+        """Begins to talk over a connected socket."""
+        stream.setblocking(False)
+        with contextlib.suppress(OSError, AttributeError):  # no TCP
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
+        return cls(stream, token, framing.new_hello(), calls, opened)
+
+    def fileno(self) -> int:
+        """For select."""
+        return self.stream.fileno()
+
+    @property
+    def trusted(self) -> bool:
+        """The peer has proved that it holds the token."""
+        return self.sealer is not None
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Something waits that may be sent now."""
+        return bool(self.sending or (self.trusted and self.queue))
+
+    def send(self, message: Message) -> None:
+        """Queues a message; drops the oldest one if the peer does not keep up."""
+        content = message.encode()
+        if len(content) > LARGEST_FRAME:
+            self.dropped += 1
+            return
+        if len(self.queue) >= QUEUED_MESSAGES:
+            self.queue.popleft()
+            self.dropped += 1
+        self.queue.append(content)
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        try:
+            while self.wants_to_send and not self.ended:
+                if not self.sending and self.sealer is not None:
+                    self.sending = self.sealer.seal(self.queue.popleft())
+                self.sending = self.sending[self.stream.send(self.sending) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.ended = True
+
+    def receive(self) -> list[Message]:
+        """What has arrived. Sets ``ended`` if the peer closed the connection or does not belong to the run."""
+        try:
+            received = self.stream.recv(self._wanted())
+        except BlockingIOError:
+            return []
+        except OSError:
+            received = b""
+        if not received:
+            self.ended = True
+            return []
+        try:
+            if self.opener is not None:
+                return [Message.decode(content) for content in self.opener.open(received)]
+            self._greet(received)
+        except ProtocolError:
+            self.ended = True
+        return []
+
+    def _wanted(self) -> int:
+        """Bytes to take: of a stranger's, the rest of the present part of its greeting."""
+        if self.trusted:
+            return READ_BYTES
+        return (HELLO_BYTES if self.keys is None else HELLO_BYTES + PROOF_BYTES) - len(self.greeting)
+
+    def _greet(self, received: bytes) -> None:
+        """Answers a hello with a proof; trusts after the peer's own."""
+        self.greeting += received
+        if self.keys is None and len(self.greeting) == HELLO_BYTES:
+            self.keys = framing.derive(self.token, self.calls, self.hello, self.greeting)
+            self.sending += self.keys.proof
+        elif self.keys is not None and len(self.greeting) == HELLO_BYTES + PROOF_BYTES:
+            if not hmac.compare_digest(self.greeting[HELLO_BYTES:], self.keys.expected):
+                raise ProtocolError("the peer does not hold this run's token")
+            self.sealer, self.opener = Sealer(self.keys.sending), Opener(self.keys.receiving)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.ended = True
+        self.stream.close()
+
+
+def connect(addresses: list[str], port: int, token: bytes, now: float, timeout_s: float = 2.0) -> Connection | None:
+    """Connects to the first address that answers; None if none does.
+
+    Args:
+        addresses: tried in this order.
+        port: of all of them.
+        token: the run's secret.
+        now: on the caller's clock.
+        timeout_s: longest wait for one address.
+    """
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            stream = socket.create_connection((address, port), timeout=timeout_s)
+            return Connection.over(stream, token, calls=True, opened=now)
+    return None

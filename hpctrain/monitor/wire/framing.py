@@ -1,0 +1,146 @@
+"""Authenticated frames over a byte stream. Pure: bytes in, bytes out; sockets are the connection's.
+
+Both sides begin with a random nonce. From the run's token and both nonces each derives four keys (HMAC-SHA256 under one
+label each, as in HKDF's expansion, RFC 5869): one that proves the caller, one that proves the listener, and one for
+the frames of either direction. A frame is its length with a tag, then its content with a tag; tags count the frames, so
+that none can be altered, injected, repeated, reordered, left out or sent back. The length is checked before any of
+the content is kept. Contents are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+from hpctrain.monitor.wire.message import ProtocolError
+
+MAGIC = b"hpctrain monitor 2\n"
+NONCE_BYTES = 32
+HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+PROOF_BYTES = 32
+TAG_BYTES = 16
+LENGTH = struct.Struct("!I")
+PREFIX_BYTES = LENGTH.size + TAG_BYTES
+LARGEST_FRAME = 64 * 2**20
+"""Bytes of one message; the largest windows of a node with a hundred ranks have one or two million."""
+
+
+def new_hello() -> bytes:
+    """The first bytes of one side."""
+    return MAGIC + secrets.token_bytes(NONCE_BYTES)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One connection's keys, as one of its sides uses them."""
+
+    proof: bytes
+    """What this side sends to show that it holds the token."""
+    expected: bytes
+    """What the other side sends for the same."""
+    sending: bytes
+    receiving: bytes
+
+
+def derive(token: bytes, calls: bool, own_hello: bytes, peer_hello: bytes) -> Keys:
+    """The keys of a connection.
+
+    Args:
+        token: the run's secret.
+        calls: this side opened the connection.
+        own_hello: what this side has sent.
+        peer_hello: what it has received.
+
+    Raises:
+        ProtocolError: the peer speaks something else.
+    """
+    if not peer_hello.startswith(MAGIC):
+        raise ProtocolError("the peer does not speak as an agent does")
+    hellos = own_hello + peer_hello if calls else peer_hello + own_hello
+
+    def key(purpose: bytes) -> bytes:
+        return hmac.digest(token, purpose + b"\0" + hellos, "sha256")
+
+    caller, listener = (key(b"caller proves"), key(b"caller sends")), (key(b"listener proves"), key(b"listener sends"))
+    own, peer = (caller, listener) if calls else (listener, caller)
+    return Keys(proof=own[0], expected=peer[0], sending=own[1], receiving=peer[1])
+
+
+def tag(key: bytes, number: int, part: bytes, content: bytes) -> bytes:
+    """What only a holder of the key can say of this part of this frame."""
+    return hmac.digest(key, struct.pack("!Q", number) + part + content, "sha256")[:TAG_BYTES]
+
+
+class Sealer:
+    """Makes the frames of one direction.
+
+    Args:
+        key: of that direction.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.number = 0
+
+    def seal(self, content: bytes) -> bytes:
+        """The next frame."""
+        length = LENGTH.pack(len(content))
+        before, after = (tag(self.key, self.number, *part) for part in ((b"length", length), (b"content", content)))
+        self.number += 1
+        return b"".join((length, before, content, after))
+
+
+class Opener:
+    """Reads the frames of one direction.
+
+    Args:
+        key: of that direction.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.number = 0
+        self.incoming = bytearray()
+        self.awaited: int | None = None
+        """Bytes of the content whose length has been checked."""
+
+    def open(self, received: bytes) -> list[bytes]:
+        """The contents of the frames that these bytes complete.
+
+        Raises:
+            ProtocolError: a frame is not the peer's next one.
+        """
+        self.incoming += received
+        contents = []
+        while (content := self._next()) is not None:
+            contents.append(content)
+        return contents
+
+    def _next(self) -> bytes | None:
+        if self.awaited is None:
+            if len(self.incoming) < PREFIX_BYTES:
+                return None
+            prefix = self._cut(PREFIX_BYTES)
+            self._check(b"length", prefix[: LENGTH.size], prefix[LENGTH.size :])
+            (self.awaited,) = LENGTH.unpack_from(prefix)
+            if self.awaited > LARGEST_FRAME:
+                raise ProtocolError("a frame is too large")
+        if len(self.incoming) < self.awaited + TAG_BYTES:
+            return None
+        content, seal = self._cut(self.awaited), self._cut(TAG_BYTES)
+        self._check(b"content", content, seal)
+        self.number += 1
+        self.awaited = None
+        return content
+
+    def _cut(self, size: int) -> bytes:
+        """Takes bytes off the front."""
+        taken = bytes(self.incoming[:size])
+        del self.incoming[:size]
+        return taken
+
+    def _check(self, part: bytes, content: bytes, seal: bytes) -> None:
+        if not hmac.compare_digest(tag(self.key, self.number, part, content), seal):
+            raise ProtocolError("a frame does not come from the peer, or not in its turn")
