@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from hpctrain.reduce.torch_reducer import Reducer as TorchReducer
     from hpctrain.reduce.torch_reducer import broadcast as torch_broadcast
     from hpctrain.reduce.torch_reducer import measured_reducer as torch_reducer
+    from hpctrain.run.events import Event
+    from hpctrain.run.view import RunView
     from hpctrain.tasks.definition import KerasTask, TorchTask
     from hpctrain.track.sink import Sink
     from hpctrain.train.framework import StepResult
@@ -58,6 +60,7 @@ _HOMES = {
     "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
     "Dataset": "hpctrain.data.dataset:Dataset",
+    "Event": "hpctrain.run.events:Event",
     "ExitCode": "hpctrain.errors:ExitCode",
     "Field": "hpctrain.data.dataset:Field",
     "Group": "hpctrain.comm.group:Group",
@@ -75,6 +78,7 @@ _HOMES = {
     "Retention": "hpctrain.checkpoint:Retention",
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
+    "RunView": "hpctrain.run.view:RunView",
     "Saver": "hpctrain.checkpoint:Saver",
     "Sink": "hpctrain.track.sink:Sink",
     "StepResult": "hpctrain.train.framework:StepResult",
@@ -107,6 +111,7 @@ __all__ = [
     "CheckpointStore",
     "Config",
     "Dataset",
+    "Event",
     "ExitCode",
     "Field",
     "Group",
@@ -124,6 +129,7 @@ __all__ = [
     "Retention",
     "RunFailed",
     "RunSummary",
+    "RunView",
     "Saver",
     "Sink",
     "StepResult",

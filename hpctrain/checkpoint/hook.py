@@ -25,6 +25,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig, Config
 from hpctrain.errors import UserError
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, InitialWeights, Rejected, Resumed
 from hpctrain.run.folder import RunDir
 from hpctrain.run.provenance import versions
 from hpctrain.run.rank_environment import current_attempt
@@ -56,7 +57,7 @@ class CheckpointHook(BaseHook):
         policy: Policy,
         config: CheckpointConfig,
         identity: Mapping[str, Any],
-        report: Callable[..., object],
+        report: Callable[[Event], object],
         hooks: Sequence[Hook] = (),
         fresh: bool = False,
     ) -> None:
@@ -66,7 +67,7 @@ class CheckpointHook(BaseHook):
             policy: when to save.
             config: how to save.
             identity: what a resumed run must share; see ``resume_compat``.
-            report: called on rank 0 as report(event, step, **fields); does not raise.
+            report: called with events, on rank 0; does not raise.
             hooks: whose state is saved and restored with the run's; they stand behind this one.
             fresh: do not resume.
         """
@@ -106,12 +107,12 @@ class CheckpointHook(BaseHook):
             self.saved_step = loaded.step
             self.saver.sound.add(loaded.step)
             self.saver.protected |= best_steps(self.store)
-            rejected = [dataclasses.asdict(one) for one in loaded.rejected]
-            self._report("resumed", loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected)
+            rejected = tuple(Rejected(one.step, one.reason) for one in loaded.rejected)
+            self._report(Resumed(step=loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected))
             self._say(f"state of hook {name} is left out: this run has none" for name in restore(self.hooks, loaded))
         elif self.config.init_from:
             match = load_initial(self.config.init_from, training.framework)
-            self._report("initial_weights", 0, path=self.config.init_from, **match.to_json())
+            self._report(InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
         self.last_s = time.monotonic()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
@@ -211,27 +212,27 @@ class CheckpointHook(BaseHook):
             return None
         path = str(outcome.path)
         if outcome.error:
-            self._report("checkpoint_failed", outcome.step, path=path, error=outcome.error)
+            self._report(CheckpointFailed(step=outcome.step, path=path, error=outcome.error))
             return outcome.path_or_raise() if outcome.is_final else outcome
         self.saved_step = outcome.step
         if outcome.step == self.best_step and self.saver:
             self.saver.protected = {outcome.step}
         self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
-        self._report(
-            "checkpoint_saved",
-            outcome.step,
+        saved = CheckpointSaved(
+            step=outcome.step,
             path=path,
             bytes=outcome.num_bytes,
             stall_s=self.cost.stall_s,
             write_s=outcome.write_s,
         )
+        self._report(saved)
         return outcome
 
-    def _report(self, event: str, step: int, **fields: Any) -> None:
+    def _report(self, event: Event) -> None:
         """On rank 0."""
         if self.store.group.rank == 0:
-            self._say(told(event, step, fields))
-            self.report(event, step, **fields)
+            self._say(told(event))
+            self.report(event)
 
     def _say(self, lines: Iterable[str]) -> None:
         """To a person, on rank 0."""
@@ -241,19 +242,19 @@ class CheckpointHook(BaseHook):
                     foreign_text.show(line)
 
 
-def told(event: str, step: int, fields: Mapping[str, Any]) -> Iterator[str]:
+def told(event: Event) -> Iterator[str]:
     """Lines for a person, of events that nobody should miss."""
-    if event == "checkpoint_failed":
-        yield f"checkpoint of step {step} FAILED: {fields['error']}; older checkpoints are whole"
-    if event == "resumed":
-        for rejected in fields["rejected"]:
-            yield f"checkpoint of step {rejected['step']} is not used: {rejected['reason']}"
-        yield f"resumed from step {step}: {fields['path']}"
-    if event == "initial_weights":
-        yield f"{len(fields['taken'])} weights are those of {fields['path']}"
-        for kind in ("missing", "unexpected", "reshaped"):
-            if fields[kind]:
-                yield f"{kind}: {', '.join(fields[kind])}"
+    if isinstance(event, CheckpointFailed):
+        yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are whole"
+    if isinstance(event, Resumed):
+        for rejected in event.rejected:
+            yield f"checkpoint of step {rejected.step} is not used: {rejected.reason}"
+        yield f"resumed from step {event.step}: {event.path}"
+    if isinstance(event, InitialWeights):
+        yield f"{len(event.taken)} weights are those of {event.path}"
+        for kind, names in (("missing", event.missing), ("unexpected", event.unexpected), ("reshaped", event.reshaped)):
+            if names:
+                yield f"{kind}: {', '.join(names)}"
 
 
 def checkpoint_hook(
@@ -262,7 +263,7 @@ def checkpoint_hook(
     run_dir: RunDir,
     global_batch: int,
     fingerprint: str,
-    report: Callable[..., object],
+    report: Callable[[Event], object],
     hooks: Sequence[Hook] = (),
     fresh: bool = False,
 ) -> CheckpointHook:
@@ -274,7 +275,7 @@ def checkpoint_hook(
         run_dir: has the checkpoints, and the fence between attempts.
         global_batch: samples of one update, as resolved for this number of ranks.
         fingerprint: of the training data.
-        report: takes events on rank 0: report(event, step, **fields); does not raise.
+        report: called with events, on rank 0; does not raise.
         hooks: whose state is saved and restored with the run's.
         fresh: begin again although there are checkpoints.
     """

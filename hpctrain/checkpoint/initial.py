@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,6 @@ class Match:
     """In the source, not in the model: left out."""
     reshaped: tuple[str, ...]
     """In both, with different shapes: they keep their initial values."""
-
-    def to_json(self) -> dict[str, list[str]]:
-        """All fields as lists."""
-        return {key: list(value) for key, value in asdict(self).items()}
 
 
 def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:

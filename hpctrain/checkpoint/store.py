@@ -18,7 +18,7 @@ from hpctrain.checkpoint.reading import Loaded, load_newest
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.run import step_folder
+from hpctrain.run import which
 
 
 class CheckpointStore(CheckpointFolder):
@@ -121,20 +121,16 @@ def open_saver(
 
 
 def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
-    """The store, and the step where one is meant, of a run folder, a folder of checkpoints, or one checkpoint's folder.
+    """The store, and the step where one is meant, of what a person types, see ``which.checkpoints``.
 
     Raises:
         UserError: there is no such folder, or no checkpoint in it.
     """
-    path = Path(text)
-    named = step_folder.step_of(path.name)
-    if named is not None:
-        store, step = CheckpointStore(path.parent), named
-    else:
-        store = CheckpointStore(path / "checkpoints" if os.path.isdir(path / "checkpoints") else path)
+    path, named = which.checkpoints(text)
+    store, step = CheckpointStore(path), step if named is None else named
     steps = store.steps()
     if step is not None and step not in steps:
         raise UserError(f"{store.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
     if not steps:
-        raise UserError(f"{path} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
+        raise UserError(f"{text} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
     return store, step

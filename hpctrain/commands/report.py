@@ -10,13 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import UserError
-from hpctrain.run.folder import RunDir
+from hpctrain.run import RunView, which
 from hpctrain.system import foreign_text
 from hpctrain.system.files import write_atomically
 
 if TYPE_CHECKING:
-    from hpctrain.run.history import RunData
+    from hpctrain.run import RunHistory
 
 MOST_CHARACTERS = 20_000
 """Of an explanation."""
@@ -46,18 +45,17 @@ def report(args: argparse.Namespace) -> int:
     from hpctrain.report import page, plots
     from hpctrain.report.explain import explain as explain_run
     from hpctrain.report.summary import summarize
-    from hpctrain.run.history import read
 
-    run_dir = find_run(args.run)
-    data = read(run_dir)
+    view = find_run(args.run)
+    data = view.history()
     tell_notes(data)
     if args.json:
         foreign_text.show(
             json.dumps({**summarize(data), "explanation": asdict(explain_run(data))}, indent=1, default=str)
         )
         return 0
-    path = Path(args.output) if args.output else run_dir.path / "report.html"
-    sections = page.make_sections(data, plots.heat_maps(run_dir))
+    path = Path(args.output) if args.output else view.path / "report.html"
+    sections = page.make_sections(data, plots.heat_maps(view.heat_map()))
     write_atomically(path, page.render(data, explain_run(data), sections).encode())
     foreign_text.show(str(path))
     if args.svg:
@@ -71,9 +69,8 @@ def explain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hpctrain.report.explain import explain as explain_run
-    from hpctrain.run.history import read
 
-    data = read(find_run(args.run))
+    data = find_run(args.run).history()
     tell_notes(data)
     answer = explain_run(data)
     if args.json:
@@ -89,9 +86,8 @@ def compare(args: argparse.Namespace) -> int:
     from hpctrain.report import page
     from hpctrain.report.compare import compare as compare_runs
     from hpctrain.report.compare import overlays
-    from hpctrain.run.history import read
 
-    runs = [read(find_run(name)) for name in args.runs]
+    runs = [find_run(name).history() for name in args.runs]
     tell_notes(*runs)
     result = compare_runs(runs)
     if args.json:
@@ -121,25 +117,13 @@ def print_comparison(result: Mapping[str, Any]) -> None:
         Console(highlight=False, markup=False, emoji=False).print(table)
 
 
-def tell_notes(*runs: RunData) -> None:
+def tell_notes(*runs: RunHistory) -> None:
     """Says once what was left out of run folders."""
-    for note in (note for data in runs for note in data.notes):
-        foreign_text.show(f"hpctrain: {note}", sys.stderr)
+    for found in (data.run for data in runs if data.run.left_out):
+        foreign_text.show(f"hpctrain: {found.path}: {found.left_out}", sys.stderr)
 
 
-def find_run(name: str) -> RunDir:
-    """The run folder that is named, or that a run file names.
-
-    Raises:
-        UserError: neither is there.
-    """
-    path = Path(name)
-    if path.is_file():
-        from hpctrain.config.loading import load
-
-        path = RunDir.for_config(load(path)).path
-    if not path.is_dir():
-        raise UserError(
-            f"there is no run folder {path}", "give a run folder, or the run file of a run that was started"
-        )
-    return RunDir(path.absolute())
+def find_run(name: str) -> RunView:
+    """The run that is meant. Raises UserError if it is not there, or an array."""
+    which.existing(name)
+    return RunView(which.single(name).path)

@@ -9,7 +9,7 @@ import socket
 from hpctrain.commands.slurm import show
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, submission
-from hpctrain.run import live_lock, stop_request
+from hpctrain.run import live_lock, stop_request, which
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest
 
@@ -23,7 +23,7 @@ def stop(args: argparse.Namespace) -> int:
     An attempt that begins forgets older requests: a job that runs without holding the run folder would not see ours.
     """
     said, text = [], []
-    for run in submission.runs(args.target):
+    for run in which.runs(args.target):
         holder = live_lock.at_work(run)
         entries = [] if holder is not None and holder.job is None else submission.alive(run)
         waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
@@ -60,7 +60,7 @@ def cancel(args: argparse.Namespace) -> int:
     """Ends the run's jobs now; what was saved stays."""
     client.find("scancel")
     ids, left = [], []
-    for run in submission.runs(args.target):
+    for run in which.runs(args.target):
         own, others = submission.apart(run, [entry.id for entry in submission.alive(run)])
         ids += own
         left += others

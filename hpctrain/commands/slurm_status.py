@@ -6,10 +6,10 @@ import argparse
 
 from hpctrain.commands.slurm import show
 from hpctrain.errors import ExitCode, UserError
-from hpctrain.launch.engines.slurm import logs as run_logs
 from hpctrain.launch.engines.slurm import status as run_status
 from hpctrain.launch.engines.slurm import submission
-from hpctrain.run import live_lock
+from hpctrain.run import live_lock, which
+from hpctrain.run import logs as run_logs
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
 
@@ -19,14 +19,14 @@ FOLLOW_S = 0.5
 
 def status(args: argparse.Namespace) -> int:
     """Prints where the run, or each element of an array, stands; without Slurm, what the run folder knows."""
-    found = run_status.of_runs(submission.runs(args.target))
+    found = run_status.of_runs(which.runs(args.target))
     show(args, [each.plain() for each in found], run_status.lines(found))
     return ExitCode.DONE
 
 
 def logs(args: argparse.Namespace) -> int:
     """Prints logs of ranks."""
-    run = submission.folder(args.target)
+    run = which.folder(args.target)
     found = run_logs.find(run, args.rank, args.attempt)
     if args.first_error:
         error = run_logs.first_error(run, found)

@@ -12,6 +12,7 @@ from hpctrain.commands.slurm import show
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.launch.engines.slurm import client, submission
+from hpctrain.run import which
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
@@ -22,7 +23,7 @@ POLL_S = (0.5, 10.0)
 
 def render(args: argparse.Namespace) -> int:
     """Prints the script; needs no Slurm."""
-    config, folder = submission.open_run(args.target, args.overrides)
+    config, folder = which.configured(args.target, args.overrides)
     if args.portable:
         script = submission.portable(config)
     else:
@@ -34,12 +35,12 @@ def render(args: argparse.Namespace) -> int:
 def submit(args: argparse.Namespace) -> int:
     """Writes the run folder and submits its script."""
     resumes = args.command == "resume"
-    config, folder = submission.open_run(args.target, args.overrides)
+    config, folder = which.configured(args.target, args.overrides)
     if args.chain < 1:
         raise UserError(f"--chain is {args.chain}", "give 1 or more")
     if resumes and not folder.run_yaml.exists():
         raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
-    if resumes and submission.elements_of(folder):
+    if resumes and which.elements_of(folder):
         raise UserError(f"{folder.path} is an array of runs", f"resume one of them: hpctrain resume {args.target}/0")
     array = [] if resumes else submission.sweep(args.array)
     planned = submission.plan(
@@ -82,7 +83,7 @@ def _wait(folder: RunDir) -> int:
         time.sleep(pause)
         pause = min(pause * 1.5, longest)
     last = submission.submissions(folder)[-1].job
-    elements = [job for run in submission.elements_of(folder) if (job := last_worked(run)).startswith(f"{last}_")]
+    elements = [job for run in which.elements_of(folder) if (job := last_worked(run)).startswith(f"{last}_")]
     jobs = elements or [last_worked(folder)]
     known = {entry.id: entry.state for entry in client.queue(jobs)}
     known |= {entry.id: entry.state for entry in client.accounted([job for job in jobs if job not in known])}

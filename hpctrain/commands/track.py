@@ -6,6 +6,7 @@ import argparse
 import json
 
 from hpctrain.errors import ExitCode, MissingExtra, RunFailed, UserError
+from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
 
 
@@ -33,16 +34,15 @@ def run(args: argparse.Namespace) -> int:
 def sync(args: argparse.Namespace) -> int:
     """Sends every event that has not been sent."""
     from hpctrain.commands.report import find_run
-    from hpctrain.run.history import read
     from hpctrain.track.mlflow_follower import follow, make
 
-    run_dir = find_run(args.run)
-    track = read(run_dir).config.get("track") or {}
+    view = find_run(args.run)
+    track = view.look(within_s=0.0).config.get("track") or {}
     uri = args.uri or track.get("mlflow")
     if not uri:
-        raise UserError(f"{run_dir.path} was not tracked with MLflow", "name a server or folder with --uri")
+        raise UserError(f"{view.path} was not tracked with MLflow", "name a server or folder with --uri")
     try:
-        follower = make(run_dir, uri, track.get("mlflow_experiment") or "hpctrain")
+        follower = make(RunDir(view.path), uri, track.get("mlflow_experiment") or "hpctrain")
     except ImportError as error:
         raise MissingExtra("mlflow", "mlflow") from error
     if not follow(follower, lambda seconds: True):
@@ -58,7 +58,7 @@ def register(args: argparse.Namespace) -> int:
     from hpctrain.commands.report import find_run
     from hpctrain.registry.register import register_model
 
-    registered = register_model(find_run(args.run), args.step, args.uri, args.name)
+    registered = register_model(RunDir(find_run(args.run).path), args.step, args.uri, args.name)
     plain = f"model {registered['name']} version {registered['version']}: {registered['uri']}"
     foreign_text.show(json.dumps(registered) if args.json else plain)
     return ExitCode.DONE
@@ -68,8 +68,6 @@ def card(args: argparse.Namespace) -> int:
     """Prints a model card."""
     from hpctrain.commands.report import find_run
     from hpctrain.registry.card import model_card
-    from hpctrain.run.history import read
 
-    run_dir = find_run(args.run)
-    foreign_text.show(model_card(read(run_dir), args.step), end="")
+    foreign_text.show(model_card(find_run(args.run).history(), args.step), end="")
     return ExitCode.DONE

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from hpctrain.errors import ExitCode, UserError
+from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
 
 
@@ -21,14 +21,11 @@ def run(args: argparse.Namespace) -> int:
     """See cli.py."""
     from rich.console import Console
 
-    from hpctrain.launch.engines.slurm.submission import folder
+    from hpctrain.run import RunView, which
     from hpctrain.watch import terminal
     from hpctrain.watch.source import Source
 
-    run_dir = folder(args.run)
-    if (run_dir.path / "0" / "run.yaml").exists() and not run_dir.run_json.exists():
-        raise UserError(f"{run_dir.path} is an array of runs", f"watch one of them, such as {run_dir.path / '0'}")
-    source = Source(run_dir)
+    source = Source(RunView(which.single(args.run).path))
     console = Console(highlight=False, emoji=False)
     if args.json:
         foreign_text.show(json.dumps(source.look(whole=True).plain()))

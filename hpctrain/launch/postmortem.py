@@ -10,11 +10,13 @@ from pathlib import Path
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch import launcher_messages
-from hpctrain.run import deaths, events
+from hpctrain.run import deaths
+from hpctrain.run.event_log import stored_events
+from hpctrain.run.events import Hang
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.run.verdict import Verdict, failed_with
-from hpctrain.system import cgroups, processes, safe_read
+from hpctrain.system import cgroups, processes
 
 FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 """Of errors that come again in every attempt."""
@@ -57,9 +59,9 @@ def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
 def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
     """Why the monitor ended the ranks, if it did; their deaths are its doing then."""
     for event in _hangs(run_dir, attempt):
-        if event.get("kind") == "hung" and event.get("action") == "abort":
-            culprit = next((rank.get("rank") for rank in event.get("ranks", ())), None)
-            what = str(event.get("sentence") or "no rank moved any more")
+        if event.kind == "hung" and event.action == "abort":
+            culprit = next((rank.rank for rank in event.ranks), None)
+            what = event.sentence or "no rank moved any more"
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
             return failed_with(Code.HANG, what, fix, culprit)
     return None
@@ -67,18 +69,18 @@ def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
 
 def died_first(run_dir: RunDir, attempt: int, words: Sequence[LastWord] = ()) -> list[int]:
     """Ranks that the monitor saw die before any other; those that died after a rank's own error are its victims."""
-    told = next((event for event in _hangs(run_dir, attempt) if event.get("kind") == "died"), None)
-    among = [rank["rank"] for rank in (told or {}).get("ranks", ()) if rank.get("rank") is not None]
+    told = next((event for event in _hangs(run_dir, attempt) if event.kind == "died"), None)
+    among = [rank.rank for rank in (told.ranks if told else ()) if rank.rank is not None]
     first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
     noted = [rank for at, rank in deaths.noted(run_dir, attempt) if at < first_error]
     return [rank for rank in noted if rank in among or not among][:1] or among
 
 
-def _hangs(run_dir: RunDir, attempt: int) -> list[events.Event]:
+def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
     """What the monitor said of ranks that hang or died in an attempt."""
     try:
-        told = events.Decoder().events(safe_read.lines(run_dir.monitor_events))
-        return [event for event in told if event["event"] == "hang" and event["attempt"] == attempt]
+        told = stored_events(run_dir.monitor_events)
+        return [event for event in told if isinstance(event, Hang) and event.attempt == attempt]
     except OSError:
         return []
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpctrain.errors import Replaced
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import Event, StopRequested
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import current_attempt
@@ -41,8 +42,8 @@ class StopRequests(BaseHook):
     its messages travelled during the step, so reading it does not wait.
     """
 
-    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[..., object]) -> None:
-        """``report`` is called on rank 0 as report(event, step, **fields)."""
+    def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[[Event], object]) -> None:
+        """``report`` is called with events, on rank 0."""
         self.signals = signals
         self.run_dir = run_dir
         self.report = report
@@ -74,7 +75,7 @@ class StopRequests(BaseHook):
             raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
         if training.world.rank == 0:
             asked = self.request_behind(flag)
-            self.report("stop_requested", training.state.step, by=asked.by, code=asked.code)
+            self.report(StopRequested(step=training.state.step, by=asked.by, code=asked.code))
         return StopReason.REQUESTED
 
     def agree(self) -> int:

@@ -21,7 +21,7 @@ from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.rank.staged import staged_args
 from hpctrain.rank.stop_requests import StopRequests
-from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import jinja2
 
+from hpctrain.checkpoint import CheckpointStore, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
 from hpctrain.report.summary import summarize
-from hpctrain.run import step_folder
+from hpctrain.run import Attempt, RunHistory
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import RunData
-from hpctrain.system import safe_read
-from hpctrain.system.json_shape import fits
 
 
-def model_card(data: RunData, step: int | None = None) -> str:
+def model_card(data: RunHistory, step: int | None = None) -> str:
     """Markdown: task, data, configuration, metrics, environment, cost. What is unknown is said to be.
 
     Args:
@@ -28,14 +24,14 @@ def model_card(data: RunData, step: int | None = None) -> str:
     Raises:
         UserError: there is no such checkpoint.
     """
-    run_dir = RunDir(data.path)
-    if step is not None and not read_manifest(data, step):
-        newest = run_dir.newest_checkpoint_step()
-        fix = "hpctrain ckpt ls shows what there is" if newest is not None else "train until one is saved"
-        raise UserError(f"{data.path} has no checkpoint of step {step}", fix)
-    step = run_dir.newest_checkpoint_step() if step is None else step
+    run = data.run
+    if step is not None and step not in _store(data).steps():
+        has_some = run.checkpoint_step is not None
+        fix = "hpctrain ckpt ls shows what there is" if has_some else "train until one is saved"
+        raise UserError(f"{run.path} has no checkpoint of step {step}", fix)
+    step = run.checkpoint_step if step is None else step
     summary = summarize(data)
-    attempts = data.info.get("attempts") or [{}]
+    newest = run.newest or Attempt()
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpctrain.registry"),
         undefined=jinja2.StrictUndefined,
@@ -44,35 +40,27 @@ def model_card(data: RunData, step: int | None = None) -> str:
     )
     return environment.get_template("card.md.j2").render(
         summary=summary,
-        config=data.config,
+        config=run.config,
         step=step,
         fingerprint=fingerprint(data, step),
-        git_commit=attempts[-1].get("git_commit"),
-        finished=_date(attempts[-1].get("ended")),
-        task_args=json.dumps(data.config.get("task_args") or {}),
+        git_commit=newest.git_commit,
+        finished=_date(newest.ended),
+        task_args=json.dumps(run.config.get("task_args") or {}),
     )
 
 
-def fingerprint(data: RunData, step: int | None) -> str | None:
+def fingerprint(data: RunHistory, step: int | None) -> str | None:
     """Of the training data, as a checkpoint's manifest has it."""
-    manifest = read_manifest(data, step).get("manifest") or {}
-    identity = (manifest.get("meta") or {}).get("identity") or {}
-    return str(identity["data"]) if identity.get("data") else None
-
-
-def read_manifest(data: RunData, step: int | None) -> Mapping[str, Any]:
-    """The manifest of a checkpoint, by default the newest; empty if there is none."""
-    folder = data.path / "checkpoints"
-    wanted = step_folder.name_of(step) if step is not None else "step-*"
-    paths = sorted(folder.glob(f"{wanted}/manifest.json"))
     try:
-        found: dict[str, Any] = safe_read.read_json(paths[-1]) if paths else {}
-    except (OSError, ValueError):
-        return {}
-    return found if _is_manifest(found) else {}
+        meta = _store(data).manifest(step).meta if step is not None else {}
+    except (DamagedCheckpoint, UnreadableCheckpoint, UserError):
+        return None
+    identity = meta.get("identity")
+    return str(identity["data"]) if isinstance(identity, dict) and identity.get("data") else None
 
 
-_is_manifest = fits({"manifest": ({"meta": ({"identity": (dict, None)}, None)}, None)})
+def _store(data: RunHistory) -> CheckpointStore:
+    return CheckpointStore(RunDir(data.run.path).checkpoints)
 
 
 def _date(seconds: float | None) -> str | None:

@@ -21,8 +21,9 @@ from hpctrain.data import Samples
 from hpctrain.errors import MissingExtra, UserError
 from hpctrain.rank.wiring import Problem, make_framework, make_problem
 from hpctrain.registry.card import fingerprint, model_card
+from hpctrain.run import RunView
+from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import read
 from hpctrain.tasks.definition import first_field
 from hpctrain.track.mlflow import position
 from hpctrain.track.mlflow_follower import QUIET, artifact_location, tracking_uri
@@ -63,7 +64,8 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
         export_safetensors(loaded, weights, averaged=config.train.ema_decay is not None)
         framework, problem = restore(config, str(weights))
         batch = example(problem)
-        data = read(run_dir)
+        data = RunView(run_dir.path).history()
+        started = data.last(RunStarted)
         card = Path(folder) / "model_card.md"
         card.write_text(model_card(data, loaded.step), encoding="utf-8")
         with mlflow.start_run(run_id=open_run(mlflow, run_dir, uri, config)):
@@ -74,9 +76,9 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
                 artifacts={"weights": str(weights), "run_file": str(run_dir.run_yaml)},
                 code_paths=code_of(config.task),
                 signature=mlflow.models.infer_signature(batch, framework.predict(batch)),
-                pip_requirements=requirements(data.last("run_started").get("versions") or {}),
+                pip_requirements=requirements(started.versions if started else {}),
                 registered_model_name=name or config.name,
-                metadata={"step": loaded.step, "data": fingerprint(data, loaded.step), "run_id": data.info.get("id")},
+                metadata={"step": loaded.step, "data": fingerprint(data, loaded.step), "run_id": data.run.id},
             )
     return {"name": name or config.name, "version": info.registered_model_version, "uri": info.model_uri}
 
@@ -122,8 +124,8 @@ def code_of(task: str) -> list[str]:
     return [where] if where.endswith(".py") else []
 
 
-def requirements(versions: Mapping[str, str]) -> list[str]:
+def requirements(versions: Mapping[str, str | None]) -> list[str]:
     """What the serving environment needs, as it was when the model was trained."""
     wanted = ("hpctrain", "torch", "keras", "tensorflow-cpu", "tensorflow", "numpy")
-    found = [f"{name}=={versions[name].partition('+')[0]}" for name in wanted if name in versions]
+    found = [f"{name}=={version.partition('+')[0]}" for name in wanted if (version := versions.get(name))]
     return found or [f"python>={sys.version_info.major}.{sys.version_info.minor}"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.report.plots import LinePlot, curve
 from hpctrain.report.summary import summarize
-from hpctrain.run.history import RunData
+from hpctrain.run import RunHistory
 
 RESULTS = (
     "state",
@@ -23,20 +23,20 @@ RESULTS = (
 )
 
 
-def compare(runs: Sequence[RunData]) -> dict[str, Any]:
+def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """JSON-able: names, differing configuration keys, results, each as a list in the order of the runs."""
     summaries = [summarize(run) for run in runs]
     results: dict[str, list[Any]] = {key: [summary[key] for summary in summaries] for key in RESULTS}
     for name in sorted({name for summary in summaries for name in summary["metrics"]}):
         results[name] = [summary["metrics"].get(name, {}).get("last") for summary in summaries]
     return {
-        "runs": distinct_names([str(summary["name"]) for summary in summaries], [str(run.path) for run in runs]),
-        "configuration": differences([flatten(run.config) for run in runs]),
+        "runs": distinct_names([str(summary["name"]) for summary in summaries], [str(run.run.path) for run in runs]),
+        "configuration": differences([flatten(run.run.config) for run in runs]),
         "results": results,
     }
 
 
-def overlays(runs: Sequence[RunData], names: Sequence[str]) -> list[LinePlot]:
+def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[LinePlot]:
     """Each curve of all runs in one plot."""
     kinds = [
         ("loss", "Loss", [run.train for run in runs]),

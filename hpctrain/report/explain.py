@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hpctrain.errors import Code
-from hpctrain.report.summary import phase_share, state
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.report.summary import phase_share
+from hpctrain.run import AttemptWords, Outcome, RunHistory, Verdict
 from hpctrain.run.decision import blame
-from hpctrain.run.events import Event
-from hpctrain.run.history import RunData
-from hpctrain.run.last_words import AttemptWords
-from hpctrain.run.verdict import Verdict
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Hang, RunFinished, StopRequested, Straggler
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
@@ -51,7 +47,7 @@ class Explanation:
         return " ".join(_capital(part) + ("" if part.endswith((".", "!", "?")) else ".") for part in parts if part)
 
 
-def explain(data: RunData) -> Explanation:
+def explain(data: RunHistory) -> Explanation:
     """The first rule that applies, with what slows the run as further findings."""
     found = next((answer for rule in RULES if (answer := rule(data)) is not None), unknown(data))
     slow = [finding for rule in SLOW for finding in rule(data)]
@@ -95,106 +91,101 @@ GENERAL = (Code.USER_ERROR, Code.EXCEPTION, Code.NO_PROGRESS, Code.UNKNOWN)
 """Codes of failures than which a hang that the monitor saw is more precise."""
 
 
-def newest_attempt(data: RunData) -> Attempt | None:
-    """The newest attempt that run.json tells of."""
-    attempts = data.info.get("attempts") or []
-    return Attempt.from_json(attempts[-1]) if attempts else None
-
-
-def newest_failure(data: RunData) -> Verdict | None:
-    """The verdict on the newest attempt if it failed; none where it ended well or has not ended."""
-    attempt = newest_attempt(data)
-    if attempt is None:
+def newest_failure(data: RunHistory) -> Verdict | None:
+    """The verdict on the newest attempt if it failed; none if it ended well or has not ended."""
+    newest = data.run.newest
+    if newest is None:
         return None
-    words = data.words.get(attempt.number)
-    verdict = attempt.verdict or (words and (words.verdict or _own_verdict(words)))
+    words = data.run.words.get(newest.number)
+    verdict = newest.verdict or (words and (words.verdict or _own_verdict(words)))
     return verdict if verdict and verdict.is_failure else None
 
 
 def _own_verdict(words: AttemptWords) -> Verdict | None:
-    """What the first failed rank said, where no supervisor lived to conclude anything from it."""
+    """What the first failed rank said, if no supervisor lived to conclude anything from it."""
     failed = [word for word in words.ranks if word.error]
     return blame(failed) if failed else None
 
 
-def hang(data: RunData) -> Event | None:
-    """The newest hang that the monitor saw in the newest attempt, unless that got out of it."""
-    attempt = newest_attempt(data)
-    seen = [event for event in data.rare.get("hang", []) if attempt and event["attempt"] == attempt.number]
-    return seen[-1] if seen and seen[-1].get("state") != "cleared" else None
+def newest_hang(data: RunHistory) -> Hang | None:
+    """The newest hang that the monitor saw in the newest attempt."""
+    newest = data.run.newest
+    seen = [event for event in data.all(Hang) if newest and event.attempt == newest.number]
+    return seen[-1] if seen else None
 
 
-def by_cause(data: RunData) -> Explanation | None:
+def by_cause(data: RunHistory) -> Explanation | None:
     """A failure whose cause is known."""
     failure = newest_failure(data)
     if failure is None or failure.code in GENERAL:
         return None
-    seen = str((hang(data) or {}).get("sentence") or "")
-    return _of_failure(data, failure, [seen] if seen and seen not in failure.reason else [])
+    hang = newest_hang(data)
+    return _of_failure(data, failure, [hang.text] if hang and hang.text not in failure.reason else [])
 
 
-def by_hang(data: RunData) -> Explanation | None:
+def by_hang(data: RunHistory) -> Explanation | None:
     """The monitor reported a hang in an attempt that did not end well, or has not ended."""
-    seen = hang(data)
-    if seen is None or state(data) not in ("failed", "running", "unknown"):
+    hang = newest_hang(data)
+    if hang is None or data.run.outcome not in (Outcome.FAILED, Outcome.RUNNING, Outcome.UNKNOWN):
         return None
-    said = str(seen.get("sentence") or f"no step completed after step {seen['step']}")
+    said = hang.sentence or f"no step completed after step {hang.step}"
     return Explanation(
         Code.HANG, "The run hangs", (said,), "look at the stacks in monitor/, then hpctrain stop or cancel it"
     )
 
 
-def by_failure(data: RunData) -> Explanation | None:
+def by_failure(data: RunHistory) -> Explanation | None:
     """Any other failure: the user's mistake, an exception, or what nobody has given a code."""
     failure = newest_failure(data)
     return _of_failure(data, failure) if failure else None
 
 
-def by_stop(data: RunData) -> Explanation | None:
+def by_stop(data: RunHistory) -> Explanation | None:
     """Stopped on request, by a person or by the time limit."""
-    if state(data) not in ("stop_requested", "stop"):
+    if data.run.outcome not in (Outcome.STOPPED_BY_RANKS, Outcome.STOPPED):
         return None
-    request = data.last("stop_requested")
-    by = str(request.get("by") or "a request")
-    attempt = newest_attempt(data)
-    told = attempt.verdict.code if attempt and attempt.verdict else Code.UNKNOWN
-    timed = Code.TIME_LIMIT in (told, Code.read(request.get("code")))
+    request = data.last(StopRequested)
+    by = (request.by if request else None) or "a request"
+    verdict = data.run.newest.verdict if data.run.newest else None
+    told = Code.read(request.code) if request else Code.UNKNOWN
+    timed = Code.TIME_LIMIT in (told, verdict.code if verdict else Code.UNKNOWN)
     code = Code.TIME_LIMIT if timed else Code.STOPPED
-    where = f"{by} was seen at step {request['step']}" if request else f"{by} was seen"
-    saved = data.last("checkpoint_saved")
-    kept = f"the newest checkpoint is of step {saved['step']}" if saved else "no checkpoint was saved"
+    where = f"{by} was seen at step {request.step}" if request else f"{by} was seen"
+    saved = data.last(CheckpointSaved)
+    kept = f"the newest checkpoint is of step {saved.step}" if saved else "no checkpoint was saved"
     return Explanation(code, TITLES[code], (where, kept), "the same command resumes from there")
 
 
-def by_completion(data: RunData) -> Explanation | None:
+def by_completion(data: RunHistory) -> Explanation | None:
     """Ended as planned."""
-    reached = state(data)
-    if reached not in ("completed", "early_stop", "done"):
+    reached = data.run.outcome
+    if reached not in (Outcome.COMPLETED, Outcome.EARLY, Outcome.DONE):
         return None
-    finished = data.last("run_finished")
-    step = finished.get("step", "the last")
-    title = "The run ended early: its metric no longer improved" if reached == "early_stop" else "The run completed"
-    attempts = len(data.info.get("attempts") or [1])
+    finished = data.last(RunFinished)
+    step = finished.step if finished else "the last"
+    is_early = reached is Outcome.EARLY
+    title = "The run ended early: its metric no longer improved" if is_early else "The run completed"
+    attempts = len(data.run.attempts) or 1
     evidence = f"it reached step {step} in {attempts} attempt{'s' if attempts > 1 else ''}"
     return Explanation(Code.COMPLETED, title, (evidence,))
 
 
-def by_life(data: RunData) -> Explanation | None:
+def by_life(data: RunHistory) -> Explanation | None:
     """Still going on."""
-    if state(data) != "running" or not data.train:
+    if data.run.outcome is not Outcome.RUNNING or not data.train:
         return None
     return Explanation(Code.RUNNING, "The run goes on")
 
 
-def unknown(data: RunData) -> Explanation:
+def unknown(data: RunHistory) -> Explanation:
     """No evidence, or none that has a code: then the verdict's own words are shown."""
-    attempt = newest_attempt(data)
-    if attempt and attempt.verdict and attempt.verdict.reason:
-        verdict = attempt.verdict
+    newest = data.run.newest
+    if newest and newest.verdict and newest.verdict.reason:
+        verdict = newest.verdict
         return Explanation(Code.UNKNOWN, "The newest attempt has ended", (verdict.reason,), verdict.fix.rstrip("."))
     missing = [
         name
-        for name, there in (("events", data.counts), ("run.json", data.info), ("last words", data.words))
+        for name, there in (("events", data.counts), ("attempts", data.run.attempts), ("last words", data.run.words))
         if not there
     ]
     evidence = (
@@ -208,22 +199,22 @@ def unknown(data: RunData) -> Explanation:
 # What slows the run
 
 
-def stragglers(data: RunData) -> list[Explanation]:
+def stragglers(data: RunHistory) -> list[Explanation]:
     """Confirmed slow ranks that cost something."""
-    worst: dict[Any, dict[str, Any]] = {}
-    for event in data.rare.get("straggler", []):
-        key = (event.get("kind"), event.get("rank"), event.get("cause"))
-        if event.get("state") == "confirmed" and (event.get("cost") or 0) >= COSTLY:
-            worst[key] = max(worst.get(key, event), event, key=lambda each: each.get("cost") or 0)
-    ordered = sorted(worst.values(), key=lambda event: -(event.get("cost") or 0))
+    worst: dict[tuple[object, ...], Straggler] = {}
+    for event in data.all(Straggler):
+        key = (event.kind, event.rank, event.cause)
+        if event.state == "confirmed" and (event.cost or 0) >= COSTLY:
+            worst[key] = max(worst.get(key, event), event, key=lambda each: each.cost or 0)
+    ordered = sorted(worst.values(), key=lambda event: -(event.cost or 0))
     return [
-        Explanation(Code.STRAGGLER, _capital(str(event.get("sentence") or f"rank {event.get('rank')} is slow")), (), "")
+        Explanation(Code.STRAGGLER, _capital(event.sentence or f"rank {event.rank} is slow"), (), "")
         for event in ordered[:3]
-        if event.get("rank") is not None or event.get("host")
+        if event.rank is not None or event.host
     ]
 
 
-def phases(data: RunData) -> list[Explanation]:
+def phases(data: RunHistory) -> list[Explanation]:
     """Time that does not compute."""
     share = phase_share(data) or {}
     if sum(float(series.value.sum()) for series in data.phases.values()) < MEASURED_S:
@@ -241,31 +232,28 @@ def phases(data: RunData) -> list[Explanation]:
     return found
 
 
-def failed_checkpoints(data: RunData) -> list[Explanation]:
+def failed_checkpoints(data: RunHistory) -> list[Explanation]:
     """Checkpoints that could not be written."""
-    failed = data.last("checkpoint_failed")
+    failed = data.last(CheckpointFailed)
     if not failed:
         return []
-    count = data.counts.get("checkpoint_failed", 1)
+    count = data.counts.get(CheckpointFailed.NAME, 1)
     which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
-    title = f"{which} could not be written, the last at step {failed['step']}: {failed.get('error')}"
+    title = f"{which} could not be written, the last at step {failed.step}: {failed.error}"
     return [Explanation(Code.CHECKPOINT_FAILED, title, (), "free space in the run folder")]
 
 
-Rule = Callable[[RunData], Explanation | None]
+Rule = Callable[[RunHistory], Explanation | None]
 RULES: tuple[Rule, ...] = (by_cause, by_hang, by_failure, by_stop, by_completion, by_life)
 SLOW = (stragglers, failed_checkpoints, phases)
 
 
-def _of_failure(data: RunData, failure: Verdict, more: Sequence[str] = ()) -> Explanation:
-    attempt = newest_attempt(data)
-    host = f" on {failure.host}" if failure.host else ""
-    where = f"rank {failure.rank}{host}, attempt {attempt.number}: " if attempt else ""
-    told = failure.rank is None or f"rank {failure.rank}" in failure.reason
-    title = TITLES.get(failure.code, "The run failed")
-    return Explanation(
-        failure.code, title, (failure.reason if told else where + failure.reason, *more), failure.fix.rstrip(".")
-    )
+def _of_failure(data: RunHistory, failure: Verdict, more: Sequence[str] = ()) -> Explanation:
+    said = failure.reason
+    if failure.rank is not None and data.run.newest and f"rank {failure.rank}" not in said:
+        host = f" on {failure.host}" if failure.host else ""
+        said = f"rank {failure.rank}{host}, attempt {data.run.newest.number}: {said}"
+    return Explanation(failure.code, TITLES.get(failure.code, "The run failed"), (said, *more), failure.fix.rstrip("."))
 
 
 def _capital(text: str) -> str:

@@ -19,8 +19,9 @@ from hpctrain.report.axes import time_unit
 from hpctrain.report.chart import DARK, LIGHT, Chart, picture, style
 from hpctrain.report.explain import Explanation
 from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
-from hpctrain.report.summary import Attempt, make_attempts, summarize
-from hpctrain.run.history import RunData
+from hpctrain.report.summary import Span, make_spans, summarize
+from hpctrain.run import RunHistory
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Straggler
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Section:
     rows: Sequence[Sequence[Any]]
 
 
-def make_sections(data: RunData, heat: Mapping[str, NDArray[np.float64]]) -> list[Section]:
+def make_sections(data: RunHistory, heat: Mapping[str, NDArray[np.float64]]) -> list[Section]:
     """All charts of one run.
 
     Args:
         data: what the run folder holds.
         heat: per-rank maps by title, float64[ranks, windows] in percent.
     """
-    attempts = make_attempts(data)
+    attempts = make_spans(data)
     sections = [_lines(plot) for plot in line_plots(data, attempts)]
     stack = phase_plot(data)
     if stack:
@@ -50,7 +51,7 @@ def make_sections(data: RunData, heat: Mapping[str, NDArray[np.float64]]) -> lis
     return [*sections, _attempts(attempts)] if attempts else sections
 
 
-def render(data: RunData, explanation: Explanation, sections: Sequence[Section]) -> str:
+def render(data: RunHistory, explanation: Explanation, sections: Sequence[Section]) -> str:
     """The page of one run, with what ended or slows it."""
     return (
         _environment()
@@ -59,11 +60,11 @@ def render(data: RunData, explanation: Explanation, sections: Sequence[Section])
             summary=summarize(data),
             explanation=explanation,
             sections=sections,
-            checkpoints=[_row(event, CHECKPOINT) for event in data.rare.get("checkpoint_saved", [])],
-            failures=[_row(event, ("step", "path", "error")) for event in data.rare.get("checkpoint_failed", [])],
-            stragglers=[_row(event, STRAGGLER) for event in data.rare.get("straggler", [])],
-            hangs=[_row(event, HANG) for event in data.rare.get("hang", [])],
-            config=json.dumps(data.config, indent=2),
+            checkpoints=[_row(event, CHECKPOINT) for event in data.all(CheckpointSaved)],
+            failures=[_row(event, ("step", "path", "error")) for event in data.all(CheckpointFailed)],
+            stragglers=[_row(event, STRAGGLER) for event in data.all(Straggler)],
+            hangs=[_row(event, HANG) for event in data.all(Hang)],
+            config=json.dumps(data.run.config, indent=2),
         )
     )
 
@@ -156,7 +157,7 @@ def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
     return (float(np.median(finite)), float(finite.max())) if finite.size else (None, None)
 
 
-def _attempts(attempts: Sequence[Attempt]) -> Section:
+def _attempts(attempts: Sequence[Span]) -> Section:
     first = attempts[0].begin
     unit, unit_name = time_unit(attempts[-1].end - first)
     spans = [
@@ -173,5 +174,6 @@ def _attempts(attempts: Sequence[Attempt]) -> Section:
     return Section("attempts", svg.time_line("Attempts", spans, unit_name), header, rows)
 
 
-def _row(event: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: event.get(key) for key in keys}
+def _row(event: Event, keys: Sequence[str]) -> dict[str, Any]:
+    told = event.to_json()
+    return {key: told[key] for key in keys}

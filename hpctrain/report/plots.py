@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import os
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.report.axes import time_unit
-from hpctrain.report.summary import Attempt
+from hpctrain.report.summary import Span
 from hpctrain.report.svg import Curve, Mark
-from hpctrain.run.folder import RunDir
-from hpctrain.run.history import RunData, Series
-from hpctrain.system import safe_read
+from hpctrain.run import RunHistory, Series
 
-MOST_BYTES = 128 << 20
-"""Of the map as it is stored: 512 windows of 100,000 ranks take 100 MB."""
 POINTS = 400
 """Most points of one curve."""
 MOST_ROWS, MOST_COLUMNS = 64, 120
@@ -54,7 +46,7 @@ class StackPlot:
     layers: tuple[Curve, ...]
 
 
-def line_plots(data: RunData, attempts: Sequence[Attempt]) -> list[LinePlot]:
+def line_plots(data: RunHistory, attempts: Sequence[Span]) -> list[LinePlot]:
     """Loss and metrics against steps and against time, learning rate, throughput."""
     begin = attempts[0].begin if attempts else 0.0
     unit, unit_name = time_unit(attempts[-1].end - begin if attempts else 0.0)
@@ -85,7 +77,7 @@ def line_plots(data: RunData, attempts: Sequence[Attempt]) -> list[LinePlot]:
     return [plot for plot in plots if any(curve.x for curve in plot.curves)]
 
 
-def phase_plot(data: RunData) -> StackPlot | None:
+def phase_plot(data: RunHistory) -> StackPlot | None:
     """Each phase's share of the measured time, by interval; intervals are joined where there are too many to see."""
     if not data.phases:
         return None
@@ -104,14 +96,9 @@ def phase_plot(data: RunData) -> StackPlot | None:
     )
 
 
-def heat_maps(run_dir: RunDir) -> dict[str, NDArray[np.float64]]:
-    """The monitor's maps by title, float64[ranks or groups of them, windows]; none if the monitor left none."""
-    try:
-        with os.fdopen(safe_read.open_plain(run_dir.monitor / "heat.npz"), "rb") as file:
-            excess = _array(file, "excess.npy").astype(np.float64) * 100
-    except (OSError, KeyError, ValueError, RuntimeError, MemoryError, zipfile.BadZipFile):
-        return {}
-    return {"Busy time beyond the peers', by rank": shrink(excess)} if excess.size else {}
+def heat_maps(excess: NDArray[np.float64] | None) -> dict[str, NDArray[np.float64]]:
+    """Maps in percent by title, few enough cells to be seen; none if the monitor left none."""
+    return {} if excess is None else {"Busy time beyond the peers', by rank": shrink(100 * excess)}
 
 
 def curve(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Curve:
@@ -144,14 +131,4 @@ def shrink(values: NDArray[np.float64], rows: int = MOST_ROWS, columns: int = MO
         if values.shape[axis] > most:
             edges = np.linspace(0, values.shape[axis], most, endpoint=False).astype(np.int64)
             values = np.fmax.reduceat(values, edges, axis=axis)
-    return values
-
-
-def _array(file: BinaryIO, name: str) -> NDArray[np.floating]:
-    """A member of an archive of arrays; ValueError where it is more than a map, or none."""
-    with zipfile.ZipFile(file) as archive, archive.open(name) as member:
-        content = member.read(MOST_BYTES + 1)
-    values = np.load(io.BytesIO(content), allow_pickle=False)
-    if len(content) > MOST_BYTES or values.dtype.kind != "f" or values.ndim != 2:
-        raise ValueError("not a map")
     return values

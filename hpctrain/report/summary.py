@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hpctrain.run.history import RunData, Series
-from hpctrain.run.progress import outcome
+from hpctrain.run import ORDERLY, RunHistory, Series
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, RunFinished, RunStarted, Straggler
 
 USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
 """Phases that advance the weights; callbacks and checkpoints do not."""
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Span:
     """One attempt on the time line."""
 
     number: int
@@ -32,119 +33,118 @@ class Attempt:
     """Ended as planned or on request, or not yet."""
 
 
-def summarize(data: RunData) -> dict[str, Any]:
+def summarize(data: RunHistory) -> dict[str, Any]:
     """Everything ``report --json`` gives; None where the run folder does not tell."""
-    started, finished = data.last("run_started"), data.last("run_finished")
-    attempts = make_attempts(data)
+    started, finished = data.last(RunStarted), data.last(RunFinished)
+    spans = make_spans(data)
+    told = started.to_json() if started else {}
+    run = data.run
     return {
-        "name": data.config.get("name") or data.path.name,
-        "folder": str(data.path),
-        "id": data.info.get("id"),
-        "state": state(data),
+        "name": run.name,
+        "folder": str(run.path),
+        "id": run.id,
+        "state": run.outcome.value,
         "steps": last_step(data),
-        "ranks": started.get("ranks"),
-        "hosts": started.get("hosts"),
-        "framework": started.get("framework"),
-        "reducer": started.get("reducer"),
-        "versions": started.get("versions"),
-        "git_commit": (data.info.get("attempts") or [{}])[-1].get("git_commit"),
+        **{name: told.get(name) for name in ("ranks", "hosts", "framework", "reducer", "versions")},
+        "git_commit": run.newest.git_commit if run.newest else None,
         "final_loss": final(data.train.get("loss")),
         "metrics": {name: extremes(series) for name, series in sorted(data.metrics.items())},
         "samples_per_s_median": median(data.train.get("samples_per_s")),
         "phase_share": phase_share(data),
-        "goodput": goodput(data, attempts),
-        "rank_hours": rank_hours(data, attempts),
-        "seconds": sum(attempt.end - attempt.begin for attempt in attempts) or finished.get("seconds"),
-        "attempts": [vars(attempt) for attempt in attempts],
+        "goodput": goodput(data, spans),
+        "rank_hours": rank_hours(data, spans),
+        "seconds": sum(span.end - span.begin for span in spans) or (finished.seconds if finished else None),
+        "attempts": [vars(span) for span in spans],
         "checkpoints": checkpoints(data),
-        "stragglers": [without_common(event) for event in data.rare.get("straggler", [])],
-        "hangs": [without_common(event) for event in data.rare.get("hang", [])],
+        "stragglers": [without_name(event) for event in data.all(Straggler)],
+        "hangs": [without_name(event) for event in data.all(Hang)],
         "events": data.counts,
     }
 
 
-def state(data: RunData) -> str:
-    """See run_dir.outcome."""
-    return outcome(data.info.get("attempts") or [], data.last("run_started"), data.last("run_finished"))
-
-
-def last_step(data: RunData) -> int:
+def last_step(data: RunHistory) -> int:
     """The newest step that any event tells."""
-    steps = [series.step[-1] for series in (*data.train.values(), *data.metrics.values()) if len(series.step)]
-    return int(max([*steps, *(event["step"] for events in data.rare.values() for event in events)], default=0))
+    steps = [series.step[-1] for series in data.curves if len(series.step)]
+    return int(max([*steps, *(event.step for event in data.rare)], default=0))
 
 
-def last_time(data: RunData, before: float = math.inf) -> float:
+def last_time(data: RunHistory, before: float = math.inf) -> float:
     """Time of the newest event, or of the newest before a time; Unix seconds."""
-    curves = [series.time for series in (*data.train.values(), *data.metrics.values())]
+    curves = [series.time for series in data.curves]
     found = [times[np.searchsorted(times, before) - 1] for times in curves if len(times) and times[0] < before]
-    told = [event["time"] for events in data.rare.values() for event in events if event["time"] < before]
-    return float(max([*found, *told], default=0.0))
+    return float(max([*found, *(event.time for event in data.rare if event.time < before)], default=0.0))
 
 
-def make_attempts(data: RunData) -> list[Attempt]:
+def make_spans(data: RunHistory) -> list[Span]:
     """Attempts from run.json, else from the events."""
-    newest = last_time(data)
-    made = []
-    entries = data.info.get("attempts") or []
-    for entry, later in zip(entries, [*entries[1:], {}], strict=False):
-        verdict = entry.get("verdict") or {}
-        lives = entry.get("ended") is None and not later  # one without an end that another one follows was killed
-        ending = verdict.get("reason") or verdict.get("action") or ("running" if lives else "unknown")
-        begin = float(entry.get("started") or 0.0)
-        end = float(entry.get("ended") or max(last_time(data, later.get("started") or math.inf), begin))
-        first, last = entry.get("from_step") or 0, entry.get("to_step") or later.get("from_step") or 0
-        orderly = verdict.get("exit_code", 0 if lives else None) in (0, 75)
-        made.append(Attempt(int(entry["attempt"]), begin, end, first, last, ending, orderly))
-    if made:
-        return made
-    for started in data.rare.get("run_started", []):
-        number = started["attempt"]
-        finished = [event for event in data.rare.get("run_finished", []) if event["attempt"] == number]
-        end = finished[-1]["time"] if finished else newest
-        ending = str(finished[-1].get("reason")) if finished else "unknown"
-        last = finished[-1]["step"] if finished else last_step(data)
-        made.append(Attempt(number, started["time"], end, started["step"], last, ending, bool(finished)))
-    return made
+    attempts = data.run.attempts
+    if not attempts:
+        return [_span_of_events(data, started) for started in data.all(RunStarted)]
+    spans = []
+    for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
+        verdict = attempt.verdict
+        lives = attempt.ended is None and later is None  # one without an end that another one follows was killed
+        begin = attempt.started or 0.0
+        before = later.started if later and later.started else math.inf
+        spans.append(
+            Span(
+                number=attempt.number,
+                begin=begin,
+                end=attempt.ended or max(last_time(data, before), begin),
+                from_step=attempt.from_step or 0,
+                to_step=attempt.to_step or (later.from_step if later else 0) or 0,
+                ending=(verdict.reason or verdict.action) if verdict else "running" if lives else "unknown",
+                orderly=verdict.exit_code in ORDERLY if verdict else lives,
+            )
+        )
+    return spans
 
 
-def phase_share(data: RunData) -> dict[str, float] | None:
+def _span_of_events(data: RunHistory, started: RunStarted) -> Span:
+    number = started.attempt
+    finished = next((event for event in reversed(data.all(RunFinished)) if event.attempt == number), None)
+    if finished is None:
+        return Span(number, started.time, last_time(data), started.step, last_step(data), "unknown", orderly=False)
+    return Span(number, started.time, finished.time, started.step, finished.step, str(finished.reason), orderly=True)
+
+
+def phase_share(data: RunHistory) -> dict[str, float] | None:
     """Each phase's share of the measured time, over the run."""
     totals = {name: float(series.value.sum()) for name, series in data.phases.items()}
     whole = sum(totals.values())
     return {name: total / whole for name, total in totals.items()} if whole > 0 else None
 
 
-def goodput(data: RunData, attempts: list[Attempt]) -> float | None:
+def goodput(data: RunHistory, spans: list[Span]) -> float | None:
     """Time in steps that count, each once, over the time in which ranks were allocated."""
-    allocated = sum(attempt.end - attempt.begin for attempt in attempts)
+    allocated = sum(span.end - span.begin for span in spans)
     useful = sum(float(series.value.sum()) for name, series in data.phases.items() if name in USEFUL)
     return min(useful / allocated, 1.0) if allocated > 0 and useful > 0 else None
 
 
-def rank_hours(data: RunData, attempts: list[Attempt]) -> float | None:
+def rank_hours(data: RunHistory, spans: list[Span]) -> float | None:
     """Ranks times hours, over all attempts."""
-    ranks = {event["attempt"]: event.get("ranks") for event in data.rare.get("run_started", [])}
-    ranks |= {int(entry["attempt"]): entry["ranks"] for entry in data.info.get("attempts") or [] if entry.get("ranks")}
-    if not attempts or any(not ranks.get(attempt.number) for attempt in attempts):
+    ranks = {event.attempt: event.ranks for event in data.all(RunStarted)}
+    ranks |= {attempt.number: attempt.ranks for attempt in data.run.attempts if attempt.ranks}
+    if not spans or any(not ranks.get(span.number) for span in spans):
         return None
-    return sum((attempt.end - attempt.begin) / 3600 * float(ranks[attempt.number] or 0) for attempt in attempts)
+    return sum((span.end - span.begin) / 3600 * float(ranks[span.number] or 0) for span in spans)
 
 
-def checkpoints(data: RunData) -> dict[str, Any]:
+def checkpoints(data: RunHistory) -> dict[str, Any]:
     """How many, how large, what they cost."""
-    saved = data.rare.get("checkpoint_saved", [])
+    saved = data.all(CheckpointSaved)
 
-    def middle(key: str) -> float | None:
-        values = [event[key] for event in saved if isinstance(event.get(key), (int, float))]
-        return float(np.median(values)) if values else None
+    def middle(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.median(known)) if known else None
 
-    size, write = middle("bytes"), middle("write_s")
+    size, write = middle(event.bytes for event in saved), middle(event.write_s for event in saved)
     return {
-        "saved": data.counts.get("checkpoint_saved", 0),
-        "failed": data.counts.get("checkpoint_failed", 0),
+        "saved": data.counts.get(CheckpointSaved.NAME, 0),
+        "failed": data.counts.get(CheckpointFailed.NAME, 0),
         "bytes_median": size,
-        "stall_s_median": middle("stall_s"),
+        "stall_s_median": middle(event.stall_s for event in saved),
         "write_s_median": write,
         "bytes_per_s_median": size / write if size and write else None,
     }
@@ -168,6 +168,6 @@ def median(series: Series | None) -> float | None:
     return float(np.median(series.value)) if series is not None and len(series.value) else None
 
 
-def without_common(event: dict[str, Any]) -> dict[str, Any]:
-    """An event without its name."""
-    return {key: value for key, value in event.items() if key != "event"}
+def without_name(event: Event) -> dict[str, Any]:
+    """An event's fields but for its name."""
+    return {key: value for key, value in event.to_json().items() if key != "event"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpctrain.run.events import TEXT
 from hpctrain.system.json_shape import fits, is_count, is_time, without_misfits
 
+TEXT = (str, None)
 MOST_WORD_BYTES = 1 << 18
 """Of one rank's last word."""
 NUMBERED = (is_count, None)

@@ -1,108 +1,271 @@
-"""The events of a run: their schema, their lines in a file, and what remains of them after resumes. No I/O here."""
+"""The events of a run: their types, their lines in a file, and what remains of them after resumes. No I/O here."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, ClassVar
 
-from hpctrain.system.json_shape import Shape, is_count, is_time, misfit
+from hpctrain.run.rank_environment import current_attempt
+from hpctrain.system.json_shape import Fits, Shape, fits, is_count, is_number, is_time, misfit
 from hpctrain.system.safe_read import parse_json
 
-Event = dict[str, Any]
+SCHEMA = 1
+"""Version of the schema, written with every event. Readers take events of any version for what they know of them."""
 
-COMMON = ("time", "event", "step", "attempt")
-"""Fields of every event: Unix seconds, name, updates done, attempt (1 for the first)."""
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "run_started": ("ranks", "hosts", "framework", "reducer", "versions"),
-    "train": ("loss", "lr", "samples_per_s", "seconds"),
-    "eval": ("metrics",),
-    "checkpoint_saved": ("path", "bytes", "stall_s", "write_s"),
-    "checkpoint_failed": ("path", "error"),
-    "resumed": ("path", "ranks", "rejected"),
-    "initial_weights": ("path", "taken", "missing", "unexpected", "reshaped"),
-    "stop_requested": ("by",),
-    "straggler": ("rank", "host", "cause", "slowdown", "cost", "state"),
-    "hang": (),
-    "run_finished": ("reason", "steps", "seconds"),
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run; docs/events.md explains each kind and its fields.
+
+    A number or text that nobody knows is None, in the file null. Made without time and attempt, an event is of now and
+    of this process's attempt.
+    """
+
+    NAME: ClassVar[str] = ""
+    """What stands in the file as ``event``."""
+
+    time: float = field(default_factory=time.time)
+    """Unix seconds."""
+    step: int
+    """Updates done."""
+    attempt: int = field(default_factory=current_attempt)
+    """From 1."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Fields beyond those of the kind: a task's own metrics, or those of a newer version."""
+
+    @property
+    def name(self) -> str:
+        """What stands in the file as ``event``."""
+        return self.NAME
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields by their names in the file, further ones last."""
+        head = {"time": self.time, "event": self.name, "step": self.step, "attempt": self.attempt, "schema": SCHEMA}
+        own = {name: _plain(getattr(self, name)) for name in _FIELDS[type(self)] if name not in head}
+        return {**head, **own, **{name: value for name, value in self.more.items() if name not in head | own}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherEvent(Event):
+    """An event of a kind that this version does not know."""
+
+    called: str
+
+    @property
+    def name(self) -> str:
+        """What stands in the file as ``event``."""
+        return self.called
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """An attempt has begun to train."""
+
+    NAME = "run_started"
+
+    ranks: int | None = None
+    hosts: tuple[str, ...] = ()
+    framework: str | None = None
+    reducer: str | None = None
+    reducer_variant: str | None = None
+    gradient_bytes: int | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Event):
+    """Means over an interval of updates."""
+
+    NAME = "train"
+
+    loss: float | None = None
+    lr: float | None = None
+    samples_per_s: float | None = None
+    seconds: Mapping[str, float | None] = field(default_factory=dict)
+    steps: int | None = None
+    epoch: int | None = None
+    total_steps: int | None = None
+    grad_norm: float | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """What was measured, by name, a task's own metrics included."""
+        named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s, "grad_norm": self.grad_norm}
+        return {name: value for name, value in {**self.more, **named}.items() if is_number(value)}
+
+    def seconds_per_step(self) -> dict[str, float]:
+        """Seconds of a step by phase."""
+        return {phase: spent / max(self.steps or 1, 1) for phase, spent in self.seconds.items() if spent is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(Event):
+    """An evaluation over the validation data."""
+
+    NAME = "eval"
+
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """An attempt has ended by itself or on request."""
+
+    NAME = "run_finished"
+
+    reason: str | None = None
+    steps: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested(Event):
+    """The ranks have agreed to stop."""
+
+    NAME = "stop_requested"
+
+    by: str | None = None
+    code: str | None = None
+    """Of hpctrain.errors.Code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint was committed."""
+
+    NAME = "checkpoint_saved"
+
+    path: str | None = None
+    bytes: int | None = None
+    stall_s: float | None = None
+    write_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written."""
+
+    NAME = "checkpoint_failed"
+
+    path: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that was not used."""
+
+    step: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """An attempt has taken over from a checkpoint."""
+
+    NAME = "resumed"
+
+    path: str | None = None
+    ranks: int | None = None
+    rejected: tuple[Rejected, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialWeights(Event):
+    """A new run began with given weights."""
+
+    NAME = "initial_weights"
+
+    path: str | None = None
+    taken: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Event):
+    """A finding of the monitor was confirmed or is over."""
+
+    NAME = "straggler"
+
+    kind: str | None = None
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    host: str | None = None
+    cause: str | None = None
+    slowdown: float | None = None
+    cost: float | None = None
+    state: str | None = None
+    evidence: tuple[str, ...] = ()
+    window: int | None = None
+    sentence: str | None = None
+    excluded: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return self.sentence or f"rank {self.rank} on {self.host}: {self.cause}"
+
+
+@dataclass(frozen=True)
+class AboutRank:
+    """A rank in a hang."""
+
+    rank: int | None = None
+    host: str | None = None
+    steps: int | None = None
+    state: str | None = None
+    doing: str | None = None
+    stack: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Event):
+    """Ranks have made no step for too long, or one died without notice."""
+
+    NAME = "hang"
+
+    kind: str | None = None
+    silence_s: float | None = None
+    ranks: tuple[AboutRank, ...] = ()
+    healthy: tuple[AboutRank, ...] = ()
+    waiting: int | None = None
+    action: str | None = None
+    sentence: str | None = None
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return self.sentence or "no rank moves"
+
+
+KINDS: Mapping[str, type[Event]] = {
+    kind.NAME: kind
+    for kind in (
+        *(RunStarted, Train, Eval, RunFinished, StopRequested, CheckpointSaved, CheckpointFailed),
+        *(Resumed, InitialWeights, Straggler, Hang),
+    )
 }
-"""Fields that an event of each name has beside the common ones; docs/events.md explains them. More may be there."""
+"""The types of events by name."""
 
-NUMBER = (float, None)
-"""Numbers that JSON does not know are null."""
-TEXT = (str, None)
-COUNT = (is_count, None)
-ABOUT_RANK = {"rank": COUNT, "host": TEXT, "steps": COUNT, "state": TEXT, "doing": TEXT, "stack": TEXT}
-
-TYPES: Mapping[str, Mapping[str, Shape]] = {
-    "run_started": {
-        "ranks": is_count,
-        "hosts": [str],
-        "framework": TEXT,
-        "reducer": TEXT,
-        "reducer_variant": TEXT,
-        "gradient_bytes": COUNT,
-        "versions": {str: TEXT},
-        "total_steps": COUNT,
-    },
-    "train": {
-        "loss": NUMBER,
-        "lr": NUMBER,
-        "samples_per_s": NUMBER,
-        "seconds": {str: NUMBER},
-        "steps": is_count,
-        "epoch": COUNT,
-        "total_steps": COUNT,
-        "grad_norm": NUMBER,
-    },
-    "eval": {"metrics": {str: NUMBER}, "epoch": COUNT},
-    "run_finished": {"reason": str, "steps": is_count, "seconds": float},
-    "stop_requested": {"by": TEXT, "code": TEXT},
-    "checkpoint_saved": {"path": str, "bytes": is_count, "stall_s": float, "write_s": float},
-    "checkpoint_failed": {"path": TEXT, "error": TEXT},
-    "resumed": {"path": TEXT, "ranks": COUNT, "rejected": ([{"step": COUNT, "reason": TEXT}], None)},
-    "initial_weights": {
-        "path": TEXT,
-        "taken": [str],
-        "missing": [str],
-        "unexpected": [str],
-        "reshaped": [str],
-    },
-    "straggler": {
-        "kind": TEXT,
-        "rank": COUNT,
-        "ranks": [is_count],
-        "host": TEXT,
-        "cause": TEXT,
-        "slowdown": NUMBER,
-        "cost": NUMBER,
-        "state": TEXT,
-        "evidence": [str],
-        "window": COUNT,
-        "sentence": TEXT,
-        "excluded": bool,
-    },
-    "hang": {
-        "kind": TEXT,
-        "silence_s": NUMBER,
-        "ranks": [ABOUT_RANK],
-        "healthy": [ABOUT_RANK],
-        "waiting": COUNT,
-        "action": TEXT,
-        "sentence": TEXT,
-    },
-}
-"""What readers take for granted of fields that are there, by event; an event with another value is left out."""
-
-REPEATED = ("train", "eval")
+Repeated = Train | Eval
 """Events of steps that count once, however often the steps were computed."""
+TakeOver = RunStarted | Resumed
+"""Events that say at which step an attempt takes over."""
 
 
-def encode(event: Mapping[str, Any]) -> bytes:
+def encode(event: Event) -> bytes:
     """One line of strict JSON. Numbers that JSON does not know (NaN, infinity) become null."""
-    return json.dumps(_finite(event), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+    return json.dumps(_finite(event.to_json()), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
 
 
 class Decoder:
@@ -121,20 +284,21 @@ class Decoder:
         """The events in these lines."""
         for line in lines:
             try:
-                event = parse_json(line)
+                found = parse_json(line)
             except ValueError:
                 continue
-            if not isinstance(event, dict) or not all(key in event for key in COMMON):
+            if not isinstance(found, dict) or not all(key in found for key in COMMON):
                 continue
-            if wrong := _wrong_field(event):
+            event = _read(found)
+            if isinstance(event, Event):
+                yield event
+            else:
                 self.left_out += 1
-                self.first = self.first or wrong
-                continue
-            yield event
+                self.first = self.first or event
 
     @property
     def note(self) -> str:
-        """A sentence for people; empty where nothing was left out."""
+        """A sentence for people; empty if nothing was left out."""
         if not self.left_out:
             return ""
         several = f"{self.left_out} events are" if self.left_out > 1 else "an event is"
@@ -146,42 +310,102 @@ def decode(content: bytes) -> list[Event]:
     return list(Decoder().events(content.split(b"\n")))
 
 
-def resolve(events: Iterable[Event]) -> list[Event]:
-    """Events by time, without training and evaluation of steps that a later attempt computed again.
-
-    An attempt says where it takes over: the step of its ``run_started`` or ``resumed``. What earlier attempts
-    reported beyond that step is not part of the run's history.
-    """
-    ordered = sorted(events, key=lambda event: event["time"])
-    starts = _first_steps(ordered)
-    return [event for event in ordered if not _repeated(event, starts)]
+def takeovers(events: Iterable[Event]) -> dict[int, int]:
+    """The step at which each attempt took over: what earlier ones did beyond it was done again."""
+    return {event.attempt: event.step for event in events if isinstance(event, TakeOver)}
 
 
-def missing_fields(event: Event) -> list[str]:
-    """Fields that the schema wants and the event lacks; of a name that it does not know, it wants the common ones."""
-    return [key for key in (*COMMON, *FIELDS.get(event.get("event", ""), ())) if key not in event]
-
-
-_WRONG_COMMON = misfit({"time": is_time, "event": str, "step": is_count, "attempt": is_count})
-_WRONG = {name: misfit(dict(types)) for name, types in TYPES.items()}
-
-
-def _wrong_field(event: Event) -> str | None:
-    """The first field that is not of its type, and whose; None where all are."""
-    if wrong := _WRONG_COMMON(event):
-        return wrong
-    name = event["event"]
-    return f"{wrong} of {name}" if name in _WRONG and (wrong := _WRONG[name](event)) else None
-
-
-def _first_steps(ordered: Sequence[Event]) -> dict[int, int]:
-    return {event["attempt"]: event["step"] for event in ordered if event["event"] in ("run_started", "resumed")}
-
-
-def _repeated(event: Event, starts: Mapping[int, int]) -> bool:
-    if event["event"] not in REPEATED:
+def is_repeated(event: Event, starts: Mapping[int, int]) -> bool:
+    """Whether a later attempt computed the event's step again; ``starts`` are ``takeovers``."""
+    if not isinstance(event, Repeated):
         return False
-    return any(attempt > event["attempt"] and event["step"] > start for attempt, start in starts.items())
+    return any(attempt > event.attempt and event.step > start for attempt, start in starts.items())
+
+
+def resolve(events: Iterable[Event]) -> list[Event]:
+    """Events by time, without training and evaluation of steps that a later attempt computed again."""
+    ordered = sorted(events, key=lambda event: event.time)
+    starts = takeovers(ordered)
+    return [event for event in ordered if not is_repeated(event, starts)]
+
+
+# From annotations to what is read
+
+
+COMMON = ("time", "event", "step", "attempt")
+"""Fields of every event."""
+_WRONG_COMMON = misfit({"time": is_time, "event": str, "step": is_count, "attempt": is_count, "schema": is_count})
+
+
+@dataclass(frozen=True)
+class _Field:
+    """How a field is read; null is the same as none."""
+
+    shape: Shape
+    fits: Fits
+    convert: Callable[[Any], Any] | None = None
+    """From a value of the shape to one of the field's type; None if it is one already."""
+
+
+def _fields_of(kind: Any) -> dict[str, _Field]:
+    """By name."""
+    hints = typing.get_type_hints(kind)
+    names = [each.name for each in dataclasses.fields(kind) if each.name not in ("more", "called")]
+    read = {name: _reading(hints[name]) for name in names}
+    return {name: _Field(shape, fits(shape), convert) for name, (shape, convert) in read.items()}
+
+
+def _reading(hint: Any) -> tuple[Shape, Callable[[Any], Any] | None]:
+    """Shape in JSON of a type, and how a value of that shape becomes one of the type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is UnionType:  # with None, which is not looked at
+        return _reading(arguments[0])
+    if origin is tuple:
+        shape, convert = _reading(arguments[0])
+        return [shape], tuple if convert is None else lambda values: tuple(map(convert, values))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        shape, _ = _reading(arguments[1])
+        return {str: (shape, None)}, None
+    if dataclasses.is_dataclass(hint):
+        inner, fields = typing.cast(type, hint), _fields_of(hint)
+        shapes = {name: (each.shape, None) for name, each in fields.items()}
+        return shapes, lambda value: _made(inner, fields, value)
+    return is_count if hint is int else hint, None
+
+
+def _made(kind: type, fields: Iterable[str], found: Mapping[str, Any]) -> Any:
+    return kind(**{name: found[name] for name in fields if found.get(name) is not None})
+
+
+_FIELDS: Mapping[type[Event], Mapping[str, _Field]] = {
+    kind: _fields_of(kind) for kind in (Event, OtherEvent, *KINDS.values())
+}
+
+
+def _read(found: dict[str, Any]) -> Event | str:
+    """The event; for one with a field of a wrong type, which and whose."""
+    if wrong := _WRONG_COMMON(found):
+        return wrong
+    kind = KINDS.get(found["event"])
+    fields, known, more = _FIELDS[kind or Event], {}, {}
+    for name, value in found.items():
+        if name not in fields:
+            more[name] = value
+        elif value is not None:
+            each = fields[name]
+            if not each.fits(value):
+                return f"{name} of {found['event']}"
+            known[name] = value if each.convert is None else each.convert(value)
+    more.pop("schema", None)
+    called = more.pop("event")
+    return kind(**known, more=more) if kind else OtherEvent(**known, more=more, called=called)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as mappings."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return vars(value) if dataclasses.is_dataclass(value) else value
 
 
 def _finite(value: Any) -> Any:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import UserError
-from hpctrain.run import events, step_folder
-from hpctrain.run.rank_environment import current_attempt
-from hpctrain.system import safe_read
-from hpctrain.system.files import Diverted, append_bytes, cannot_write, make_folder
+from hpctrain.run import step_folder
+from hpctrain.system.files import Diverted, make_folder
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
@@ -68,6 +62,16 @@ class RunDir:
         return self.monitor / "events.jsonl"
 
     @property
+    def live_view(self) -> Path:
+        """The monitor's last window."""
+        return self.monitor / "live.json"
+
+    @property
+    def heat_map(self) -> Path:
+        """The monitor's map of all ranks and windows."""
+        return self.monitor / "heat.npz"
+
+    @property
     def ranks(self) -> Path:
         """Last words."""
         return self.path / "ranks"
@@ -117,31 +121,3 @@ class RunDir:
         """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
         found = (step_folder.step_of(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
         return max((step for step in found if step is not None), default=None)
-
-    # events
-
-    def monitor_event(self, event: str, step: int, **fields: Any) -> None:
-        """Appends to monitor/events.jsonl; the first node agent only.
-
-        Raises:
-            RunFailed: it cannot be written (full disk).
-        """
-        line = events.encode(event_now(event, step, fields))
-        try:
-            if append_bytes(self.monitor_events, line, self.path) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise cannot_write(self.monitor_events, error) from error
-
-    def read_events(self) -> list[dict[str, Any]]:
-        """All events of the run by time: both files merged, torn lines dropped, repeated steps resolved."""
-        found: list[events.Event] = []
-        for path in (self.events, self.monitor_events):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
-                found += events.Decoder().events(safe_read.lines(path))
-        return events.resolve(found)
-
-
-def event_now(event: str, step: int, fields: Mapping[str, Any]) -> events.Event:
-    """An event of this process's attempt, and of now unless the fields tell its time."""
-    return {"time": time.time(), "event": event, "step": step, "attempt": current_attempt(), **fields}

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from hpctrain.run.events import REPEATED, Event
+from hpctrain.run.events import (
+    CheckpointFailed,
+    Eval,
+    Event,
+    Hang,
+    Repeated,
+    Resumed,
+    RunStarted,
+    StopRequested,
+    Straggler,
+    TakeOver,
+    Train,
+)
+
+Kind = TypeVar("Kind", bound=Event)
 
 RATE_INTERVALS = 16
 """Newest intervals that the rate is the mean of."""
@@ -62,7 +75,7 @@ class Curve:
         return [total / number for _, total, number in self.points]
 
 
-class Digest:
+class Progress:
     """Takes a run's events one by one, those of each file in their order; the files may interleave in any way."""
 
     def __init__(self) -> None:
@@ -70,51 +83,55 @@ class Digest:
         """The newest attempt that has said something in training; 0 before the first."""
         self.first_step = 0
         """Where it took over."""
-        self.newest: dict[str, Event] = {}
-        """The newest event of each name; of training only what still counts."""
         self.num_events = 0
         self.last_time: float | None = None
         """Of the newest event, Unix seconds."""
         self.curves: dict[str, Curve] = {}
         """loss, lr, and validation metrics as ``validation NAME``."""
-        self.findings: dict[tuple[Any, ...], Event] = {}
+        self.findings: dict[tuple[object, ...], Straggler] = {}
         """What the monitor has confirmed in this attempt and not taken back."""
         self.warnings: deque[Warned] = deque(maxlen=WARNINGS)
+        self._newest: dict[type[Event], Event] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)
+
+    def newest(self, kind: type[Kind]) -> Kind | None:
+        """The newest event of a kind; of training and evaluation only what still counts."""
+        found = self._newest.get(kind)
+        return found if isinstance(found, kind) else None
 
     def add(self, event: Event) -> None:
         """Takes one event."""
-        name, time, step, attempt = event["event"], event["time"], event["step"], event["attempt"]
         self.num_events += 1
-        self.last_time = max(self.last_time or time, time)
-        if name in ("run_started", "resumed"):
-            self._take_over(attempt, step)
-        if name in REPEATED and attempt < self.attempt and step > self.first_step:
+        self.last_time = max(self.last_time or event.time, event.time)
+        if isinstance(event, TakeOver):
+            self._take_over(event)
+        if isinstance(event, Repeated) and event.attempt < self.attempt and event.step > self.first_step:
             return
-        self.newest[name] = event
-        if name == "train":
-            self._marks.append((time, step))
-            for key in ("loss", "lr"):
-                self._point(key, step, event.get(key))
-        elif name == "eval":
-            for key, value in (event.get("metrics") or {}).items():
-                self._point(f"validation {key}", step, value)
-        elif name == "straggler":
+        self._newest[type(event)] = event
+        if isinstance(event, Train):
+            self._marks.append((event.time, event.step))
+            self._point("loss", event.step, event.loss)
+            self._point("lr", event.step, event.lr)
+        elif isinstance(event, Eval):
+            for key, value in event.metrics.items():
+                self._point(f"validation {key}", event.step, value)
+        elif isinstance(event, Straggler):
             self._find(event)
         elif (sentence := warning(event)) is not None:
-            self.warnings.append(Warned(time, attempt, step, sentence))
+            self.warnings.append(Warned(event.time, event.attempt, event.step, sentence))
 
     @property
     def step(self) -> int | None:
         """Updates done, as far as anybody has said."""
-        steps = [self.newest[name]["step"] for name in ("train", "resumed", "run_started") if name in self.newest]
+        told = [self.newest(Train), self.newest(Resumed), self.newest(RunStarted)]
+        steps = [event.step for event in told if event is not None]
         return max([*steps, *([self.first_step] if self.attempt else [])], default=None)
 
     @property
     def total_steps(self) -> int | None:
         """Updates of the whole run."""
-        told = [self.newest.get(name, {}).get("total_steps") for name in ("train", "run_started")]
-        return next((int(steps) for steps in told if steps), None)
+        told = [event.total_steps for event in (self.newest(Train), self.newest(RunStarted)) if event is not None]
+        return next((steps for steps in told if steps), None)
 
     @property
     def steps_per_s(self) -> float | None:
@@ -122,87 +139,63 @@ class Digest:
         if len(self._marks) > 1:
             (begin, first), (end, last) = self._marks[0], self._marks[-1]
             return (last - first) / (end - begin) if end > begin and last > first else None
-        train = self.newest.get("train", {})
-        seconds = sum(filter(None, (train.get("seconds") or {}).values()))
-        return train["steps"] / seconds if train.get("steps") and seconds > 0 else None
+        train = self.newest(Train)
+        seconds = sum(filter(None, train.seconds.values())) if train else 0.0
+        return train.steps / seconds if train and train.steps and seconds > 0 else None
 
     @property
-    def hang(self) -> Event | None:
-        """The hang that this attempt has not got out of."""
-        hang = self.newest.get("hang")
-        moved = self.newest.get("train", {}).get("time", 0.0)
-        return hang if hang and hang["attempt"] >= self.attempt and hang["time"] > moved else None
+    def left_s(self) -> float | None:
+        """Seconds from the newest interval to the last step, at the measured rate."""
+        if self.step is None or not self.total_steps or not self.steps_per_s:
+            return None
+        return (self.total_steps - self.step) / self.steps_per_s
 
-    def _take_over(self, attempt: int, step: int) -> None:
+    @property
+    def hang(self) -> Hang | None:
+        """The hang that this attempt has not got out of."""
+        hang, train = self.newest(Hang), self.newest(Train)
+        moved = train.time if train else 0.0
+        return hang if hang and hang.attempt >= self.attempt and hang.time > moved else None
+
+    def _take_over(self, event: RunStarted | Resumed) -> None:
         """An attempt begins: what earlier ones did beyond its first step does not count."""
+        attempt, step = event.attempt, event.step
         if attempt < self.attempt:
             return
         if attempt > self.attempt:
             self._marks.clear()
-            self.findings = {key: event for key, event in self.findings.items() if event["attempt"] >= attempt}
+            self.findings = {key: event for key, event in self.findings.items() if event.attempt >= attempt}
         self.attempt, self.first_step = attempt, step
         for curve in self.curves.values():
             curve.cut(step)
-        for name in REPEATED:
-            if self.newest.get(name, {}).get("step", 0) > step:
-                del self.newest[name]
-        if self.newest.get("resumed", {}).get("step", 0) > step:
-            del self.newest["resumed"]
+        for kind in (Train, Eval, Resumed):
+            if kind in self._newest and self._newest[kind].step > step:
+                del self._newest[kind]
 
-    def _point(self, name: str, step: int, value: Any) -> None:
-        if isinstance(value, (int, float)):
+    def _point(self, name: str, step: int, value: float | None) -> None:
+        if value is not None:
             self.curves.setdefault(name, Curve()).add(step, value)
 
-    def _find(self, event: Event) -> None:
-        if event["attempt"] < self.attempt:
+    def _find(self, event: Straggler) -> None:
+        if event.attempt < self.attempt:
             return
-        kind = event.get("kind")
-        key = (kind, *event.get("ranks", ())) if kind in NAMING else (kind,)
+        key = (event.kind, *event.ranks) if event.kind in NAMING else (event.kind,)
         self.findings.pop(key, None)
-        if event.get("state") == "confirmed":
+        if event.state == "confirmed":
             self.findings[key] = event
 
 
-def warning(event: Mapping[str, Any]) -> str | None:
+def warning(event: Event) -> str | None:
     """A sentence on what a person should know of; None for events that go well."""
-    name = event["event"]
-    if name == "checkpoint_failed":
-        return f"the checkpoint could not be written: {event.get('error')}"
-    if name == "hang":
-        return str(event.get("sentence") or "no rank moves")
-    if name == "stop_requested":
-        return f"asked to stop by {event.get('by')}"
-    if name == "resumed" and event.get("rejected"):
-        rejected = event["rejected"][0]
-        return f"the checkpoint of step {rejected.get('step')} was not used: {rejected.get('reason')}"
+    if isinstance(event, CheckpointFailed):
+        return f"the checkpoint could not be written: {event.error}"
+    if isinstance(event, Hang):
+        return event.text
+    if isinstance(event, StopRequested):
+        return f"asked to stop by {event.by}"
+    if isinstance(event, Resumed) and event.rejected:
+        return f"the checkpoint of step {event.rejected[0].step} was not used: {event.rejected[0].reason}"
     return None
-
-
-def finding(event: Mapping[str, Any]) -> str:
-    """What the monitor found, as a sentence."""
-    return str(event.get("sentence") or f"rank {event.get('rank')} on {event.get('host')}: {event.get('cause')}")
-
-
-def outcome(attempts: Sequence[Mapping[str, Any]], started: Mapping[str, Any], finished: Mapping[str, Any]) -> str:
-    """How a run stands by what it has left.
-
-    Completed, early_stop, stop_requested, done, stop, failed, running, or unknown.
-
-    Args:
-        attempts: of run.json, oldest first.
-        started: the newest ``run_started`` event, empty if there is none.
-        finished: the newest ``run_finished`` event, the same.
-
-    Running says only that nobody wrote an end: processes that were killed do not.
-    """
-    newest = int(attempts[-1]["attempt"]) if attempts else started.get("attempt", 0)
-    if finished and finished["attempt"] >= newest:
-        return str(finished.get("reason", "completed"))
-    verdict = attempts[-1].get("verdict") if attempts else None
-    if isinstance(verdict, Mapping):
-        action = verdict.get("action")
-        return "failed" if action in ("fail", "requeue", "do_not_requeue") else str(action)
-    return "running" if attempts and attempts[-1].get("ended") is None else "unknown"
 
 
 def _join(one: tuple[int, float, int], other: tuple[int, float, int]) -> tuple[int, float, int]:

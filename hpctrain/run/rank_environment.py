@@ -15,5 +15,5 @@ STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"
 
 
 def current_attempt() -> int:
-    """The attempt this process belongs to, from its environment; 1 where nobody counts."""
+    """The attempt this process belongs to; 1 if nobody counts."""
     return int(os.environ.get(ATTEMPT) or 1)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from hpctrain.errors import ExitCode
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.events import RunFinished, RunStarted
 from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.run.live_lock import STALE_S
-from hpctrain.run.progress import Digest, outcome
+from hpctrain.run.progress import Progress
+from hpctrain.run.verdict import Action, Verdict
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING")
 """States of jobs that have not begun."""
+ORDERLY = (ExitCode.DONE, ExitCode.STOPPED)
+"""Exit codes of attempts that ended as planned or on request."""
 FRESH_S = 60.0
 """Silence up to which a folder whose events are all there is counts as that of a live run."""
 
@@ -53,19 +58,56 @@ class Life:
     """Process and host."""
 
 
-ENDINGS = {
-    "completed": Word.FINISHED,
-    "early_stop": Word.FINISHED,
-    "done": Word.FINISHED,
-    "stop_requested": Word.STOPPED,
-    "stop": Word.STOPPED,
-    "failed": Word.FAILED,
+class Outcome(StrEnum):
+    """How a run stands by what it has left, whoever may be alive."""
+
+    COMPLETED = "completed"
+    EARLY = "early_stop"
+    DONE = "done"
+    """By its supervisor: its ranks left no event of their end, as plain commands do not."""
+    STOPPED_BY_RANKS = "stop_requested"
+    STOPPED = "stop"
+    """By its supervisor."""
+    FAILED = "failed"
+    RUNNING = "running"
+    """Nobody wrote an end; processes that were killed do not."""
+    UNKNOWN = "unknown"
+
+    @property
+    def word(self) -> Word:
+        """The same, without who says so."""
+        return WORDS.get(self, Word.UNKNOWN)
+
+
+WORDS = {
+    **dict.fromkeys((Outcome.COMPLETED, Outcome.EARLY, Outcome.DONE), Word.FINISHED),
+    **dict.fromkeys((Outcome.STOPPED_BY_RANKS, Outcome.STOPPED), Word.STOPPED),
+    Outcome.FAILED: Word.FAILED,
 }
 
 
+def outcome(attempts: Sequence[Attempt], started: RunStarted | None, finished: RunFinished | None) -> Outcome:
+    """How a run stands by what it has left.
+
+    Args:
+        attempts: of run.json, oldest first.
+        started: the newest event of its kind.
+        finished: the same.
+    """
+    newest = attempts[-1].number if attempts else started.attempt if started else 0
+    if finished and finished.attempt >= newest:
+        reason = finished.reason or Outcome.COMPLETED
+        return Outcome(reason) if reason in set(Outcome) else Outcome.UNKNOWN
+    if not attempts:
+        return Outcome.UNKNOWN
+    if verdict := attempts[-1].verdict:
+        return {Action.DONE: Outcome.DONE, Action.STOP: Outcome.STOPPED}.get(verdict.action, Outcome.FAILED)
+    return Outcome.RUNNING if attempts[-1].ended is None else Outcome.UNKNOWN
+
+
 def of_run(
-    attempts: Sequence[Mapping[str, Any]],
-    digest: Digest,
+    attempts: Sequence[Attempt],
+    progress: Progress,
     life: Life | None,
     job: QueueEntry | None,
     now: float,
@@ -75,48 +117,48 @@ def of_run(
 
     Args:
         attempts: of run.json, oldest first.
-        digest: its events.
-        life: who holds the run folder; None where nobody does.
-        job: its living or newest job; None without Slurm, or where Slurm knows none.
+        progress: what its events come to.
+        life: who holds the run folder; None if nobody does.
+        job: its living or newest job; None without Slurm, or if Slurm knows none.
         now: Unix seconds.
         has_events: whether its ranks write events; plain commands do not.
     """
-    newest = attempts[-1] if attempts else {}
-    verdict = dict(newest.get("verdict") or {})
-    left = outcome(attempts, digest.newest.get("run_started", {}), digest.newest.get("run_finished", {}))
-    word = ENDINGS.get(left, Word.UNKNOWN)
-    reason = str(verdict.get("reason") or "")
-    if word is Word.FINISHED and (newest.get("ended") or not (life and life.lives)):
-        return State(word, reason or left, is_over=True)
+    newest = attempts[-1] if attempts else None
+    left = outcome(attempts, progress.newest(RunStarted), progress.newest(RunFinished))
+    verdict = newest.verdict if newest else None
+    reason = verdict.reason if verdict else ""
+    has_ended = newest is not None and newest.ended is not None
+    if left.word is Word.FINISHED and (has_ended or not (life and life.lives)):
+        return State(left.word, reason or left, is_over=True)
     if job is not None and job.state in WAITING:
         return State(Word.PENDING, _join(f"job {job.id}: {job.reason or job.state.lower()}", reason))
-    if newest.get("ended"):
-        return _ended(word, reason, verdict, newest, job)
+    if newest is not None and has_ended:
+        return _ended(left.word, verdict, newest, job)
     if (life and life.lives) or (job is not None and job.state in ALIVE):
-        starts = has_events and digest.attempt < newest.get("attempt", 1)
+        starts = has_events and progress.attempt < (newest.number if newest else 1)
         return State(Word.RUNNING, "starting" if starts else "")
-    if attempts or digest.num_events:
-        return _silent(word, life, job if newest.get("job_id") or not attempts else None, digest, bool(attempts), now)
+    if newest is not None or progress.num_events:
+        its_job = job if newest is None or newest.job_id else None
+        return _silent(left.word, life, its_job, progress, newest is not None, now)
     if job is not None:
         return State(Word.UNKNOWN, f"job {job.id} {job.state} and left nothing", is_over=True)
     return State(Word.NOT_STARTED)
 
 
-def _ended(
-    word: Word, reason: str, verdict: Mapping[str, Any], newest: Mapping[str, Any], job: QueueEntry | None
-) -> State:
+def _ended(word: Word, verdict: Verdict | None, newest: Attempt, job: QueueEntry | None) -> State:
     """The newest attempt has been concluded, and it was not the last of a finished run."""
-    if verdict.get("action") == "requeue" and newest.get("job_id"):
+    reason = verdict.reason if verdict else ""
+    if verdict and verdict.action is Action.REQUEUE and newest.job_id:
         if job is None:
             return State(Word.UNKNOWN, _join(reason, "its job was to go on, but Slurm cannot be asked from here"))
         if job.state in ALIVE:
-            return State(Word.PENDING, _join(reason, f"job {job.id} is to begin anew"))
+            return State(Word.PENDING, _join(reason, f"job {job.id} is to begin again"))
     over = job is None or job.state not in ALIVE
     return State(word, reason or "an attempt has ended and nobody has said how", over)
 
 
 def _silent(
-    word: Word, life: Life | None, job: QueueEntry | None, digest: Digest, has_attempts: bool, now: float
+    word: Word, life: Life | None, job: QueueEntry | None, progress: Progress, has_attempts: bool, now: float
 ) -> State:
     """Nobody has concluded the newest attempt, and nobody is known to be at work."""
     if word is not Word.UNKNOWN:
@@ -126,7 +168,7 @@ def _silent(
     if life is not None:
         gone = "is gone" if life.sure else f"has given no sign of life for {STALE_S:.0f} s"
         return State(Word.UNKNOWN, f"{life.name} {gone}, and nobody has said how it ended", is_over=life.sure)
-    if not has_attempts and digest.last_time is not None and now - digest.last_time < FRESH_S:
+    if not has_attempts and progress.last_time is not None and now - progress.last_time < FRESH_S:
         return State(Word.RUNNING)
     return State(Word.UNKNOWN, "nobody works on it, and nobody has said how it ended", is_over=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, TextIO
 
+from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.system import foreign_text
 
 PLAIN_EVERY_S = 1.0
@@ -27,10 +27,11 @@ class PlainConsole:
         self.stream = stream
         self.last_line = 0.0
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """See Sink."""
         now = time.monotonic()
-        if event["event"] == "train" and now - self.last_line < PLAIN_EVERY_S and event["step"] < total_steps(event):
+        is_soon = now - self.last_line < PLAIN_EVERY_S
+        if isinstance(event, Train) and is_soon and event.step < (event.total_steps or 0):
             return
         if line := describe(event):
             self.last_line = now
@@ -64,15 +65,16 @@ class BarConsole:
         )
         self.bar: Any = None
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """See Sink."""
-        if event["event"] == "run_started":
+        if isinstance(event, RunStarted):
             self.progress.console.print(describe(event))
-            self.bar = self.progress.add_task("training", total=total_steps(event), completed=event["step"], status="")
+            total = event.total_steps or 0
+            self.bar = self.progress.add_task("training", total=total, completed=event.step, status="")
             self.progress.start()
-        elif event["event"] == "train" and self.bar is not None:
-            status = f"loss {number(event['loss'])}  {number(event['samples_per_s'])} samples/s"
-            self.progress.update(self.bar, completed=event["step"], status=status)
+        elif isinstance(event, Train) and self.bar is not None:
+            status = f"loss {number(event.loss)}  {number(event.samples_per_s)} samples/s"
+            self.progress.update(self.bar, completed=event.step, status=status)
         elif line := describe(event):
             self.progress.console.print(line)
 
@@ -81,36 +83,30 @@ class BarConsole:
         self.progress.stop()
 
 
-def total_steps(event: Mapping[str, Any]) -> int:
-    """Steps of the whole run, 0 if unknown."""
-    return int(event.get("total_steps") or 0)
-
-
-def describe(event: Mapping[str, Any]) -> str:
+def describe(event: Event) -> str:
     """One line for a person; empty for events that say nothing to one."""
-    kind, step = event["event"], event["step"]
-    if kind == "run_started":
-        return f"{_who(event)}: {event['framework']}, reducer {event['reducer']}, {_how_far(event)}"
-    if kind == "train":
-        rate = f"{number(event['samples_per_s'])} samples/s"
-        of = f"/{total_steps(event)}" if total_steps(event) else ""
-        return f"step {step}{of}  loss {number(event['loss'])}  lr x{number(event['lr'])}  {rate}"
-    if kind == "eval":
-        return f"step {step}  validation: " + "  ".join(f"{name} {number(v)}" for name, v in event["metrics"].items())
-    if kind == "run_finished":
-        reason = event["reason"].replace("_", " ")
-        return f"{reason} at step {step}, {event['steps']} steps in {duration(event['seconds'])}"
+    if isinstance(event, RunStarted):
+        return f"{_who(event)}: {event.framework}, reducer {event.reducer}, {_how_far(event)}"
+    if isinstance(event, Train):
+        of = f"/{event.total_steps}" if event.total_steps else ""
+        rate = f"{number(event.samples_per_s)} samples/s"
+        return f"step {event.step}{of}  loss {number(event.loss)}  lr x{number(event.lr)}  {rate}"
+    if isinstance(event, Eval):
+        metrics = "  ".join(f"{name} {number(value)}" for name, value in event.metrics.items())
+        return f"step {event.step}  validation: {metrics}"
+    if isinstance(event, RunFinished):
+        reason = (event.reason or "ended").replace("_", " ")
+        return f"{reason} at step {event.step}, {event.steps} steps in {duration(event.seconds or 0.0)}"
     return ""
 
 
-def _who(event: Mapping[str, Any]) -> str:
-    hosts = event["hosts"]
-    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return f"{event['ranks']} rank{'' if event['ranks'] == 1 else 's'} on {', '.join(hosts[:4])}{more}"
+def _who(event: RunStarted) -> str:
+    more = f" and {len(event.hosts) - 4} more" if len(event.hosts) > 4 else ""
+    return f"{event.ranks} rank{'' if event.ranks == 1 else 's'} on {', '.join(event.hosts[:4])}{more}"
 
 
-def _how_far(event: Mapping[str, Any]) -> str:
-    return f"{total_steps(event)} steps" + (f", from step {event['step']}" if event["step"] else "")
+def _how_far(event: RunStarted) -> str:
+    return f"{event.total_steps or 0} steps" + (f", from step {event.step}" if event.step else "")
 
 
 def number(value: float | None) -> str:

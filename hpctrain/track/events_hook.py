@@ -8,13 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.run import provenance
+from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
-    from hpctrain.run.event_writer import EventWriter
+    from hpctrain.run import EventWriter
     from hpctrain.train.framework import StepResult, Sums
     from hpctrain.train.training import Training
 
@@ -72,7 +73,7 @@ class EventsHook(BaseHook):
         """See Hook."""
         if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
             self.start(training)
-        self.emit(training, "eval", training.state.step, metrics=dict(metrics), epoch=training.state.epoch)
+        self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
         return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
@@ -83,7 +84,7 @@ class EventsHook(BaseHook):
             self.report(training)
         steps, seconds = training.state.step - self.first_step, time.time() - self.began
         step = training.state.step
-        self.emit(training, "run_finished", step, reason=reason.value, steps=steps, seconds=seconds)
+        self.emit(training, RunFinished(step=step, reason=reason.value, steps=steps, seconds=seconds))
 
     def close(self) -> None:
         """See Hook."""
@@ -96,13 +97,11 @@ class EventsHook(BaseHook):
         """Says who trains what with what; dated to when the attempt's training began."""
         self.has_started = True
         variant = reducer_name(training.framework)
-        self.emit(
-            training,
-            "run_started",
-            self.first_step,
+        event = RunStarted(
+            step=self.first_step,
             time=self.began,
             ranks=training.world.size,
-            hosts=self.hosts,
+            hosts=tuple(self.hosts),
             framework=getattr(training.framework, "name", type(training.framework).__name__),
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
@@ -110,6 +109,7 @@ class EventsHook(BaseHook):
             versions=provenance.versions(),
             total_steps=training.plan.total_steps,
         )
+        self.emit(training, event)
 
     def report(self, training: Training) -> None:
         """The means of the interval that ends here."""
@@ -126,27 +126,28 @@ class EventsHook(BaseHook):
         self.samples, self.interval_began = state.samples, now
         timed = [name for name in means if name.startswith("seconds/")]
         seconds = {name.removeprefix("seconds/"): means.pop(name) for name in timed}
-        self.emit(
-            training,
-            "train",
-            state.step,
+        event = Train(
+            step=state.step,
+            loss=means.pop("loss", float("nan")),
+            grad_norm=means.pop("grad_norm", None),
             lr=training.schedule(state.step - 1),
             samples_per_s=samples_per_s,
             seconds=seconds,
             steps=steps,
             epoch=state.epoch,
             total_steps=training.plan.total_steps,
-            **{"loss": float("nan"), **means},
+            more=means,
         )
+        self.emit(training, event)
 
-    def emit(self, training: Training, event: str, step: int, **fields: Any) -> None:
+    def emit(self, training: Training, event: Event) -> None:
         """To events.jsonl and to the sinks; on rank 0."""
         if training.world.rank != 0:
             return
-        written = self.writer.append(event, step, **fields)
+        self.writer.append(event)
         for sink in self.sinks:
             with suppress(OSError):  # a full disk, a closed pipe
-                sink.event(written)
+                sink.event(event)
 
 
 def reducer_name(framework: Any) -> str:

@@ -7,10 +7,11 @@ import importlib.util
 import os
 import subprocess
 import time
-from collections.abc import Mapping
 from typing import IO, Any
 
 from hpctrain.errors import MissingExtra
+from hpctrain.run import RunView
+from hpctrain.run.events import Event
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python, safe_read
 from hpctrain.system.files import open_log
@@ -28,7 +29,7 @@ MOST_BYTES = 1 << 16
 class MlflowSink:
     """Starts the follower with the first event and tells it when the attempt is over.
 
-    The follower reads events.jsonl and keeps its position in <run folder>/mlflow.json: what a dead server missed is
+    The follower reads the run's events and keeps its position in <run folder>/mlflow.json: what a dead server missed is
     sent when it is back, by this attempt, the next one, or ``hpctrain track sync``.
     """
 
@@ -43,7 +44,7 @@ class MlflowSink:
         self.follower: subprocess.Popen[bytes] | None = None
         self.told = False
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """See Sink. The events themselves reach the follower through the file."""
         if self.follower is None:
             words = [str(self.run_dir.path), self.uri, self.experiment]
@@ -77,8 +78,7 @@ class MlflowSink:
                 self.follower.wait()
                 break
             time.sleep(LOOK_S)
-        left = unsent_bytes(self.run_dir)
-        if left:
+        if has_unsent(self.run_dir):
             foreign_text.show(
                 f"hpctrain: MLflow at {self.uri} lacks the newest events; "
                 f"hpctrain track sync {self.run_dir.path} sends them when it is back",
@@ -99,9 +99,7 @@ _is_position = fits(
 )
 
 
-def unsent_bytes(run_dir: RunDir) -> int:
-    """Bytes of events.jsonl that the server has not taken."""
-    try:
-        return run_dir.events.stat().st_size - int(position(run_dir).get("offset", 0))
-    except OSError:
-        return 0
+def has_unsent(run_dir: RunDir) -> bool:
+    """Whether there are events that the server has not taken."""
+    offset = int(position(run_dir).get("offset", 0))
+    return RunView(run_dir.path).events_from(offset, 1)[1] != offset

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.run.attempts import Attempts
-from hpctrain.run.events import Event, decode
-from hpctrain.run.file_tail import Tail
+from hpctrain.run import Outcome, RunView
+from hpctrain.run.events import Event, RunFinished, RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import run_config
 from hpctrain.system import foreign_text
 from hpctrain.system.files import write_atomically
 from hpctrain.track.mlflow import position
@@ -45,6 +43,7 @@ class Follower:
 
     def __init__(self, run_dir: RunDir, client: Any, uri: str, experiment: str) -> None:
         self.run_dir, self.client, self.uri, self.experiment = run_dir, client, uri, experiment
+        self.view = RunView(run_dir.path)
         saved = position(run_dir)
         known = saved if saved.get("uri") == uri else {}
         self.run_id: str | None = known.get("run_id")
@@ -54,8 +53,8 @@ class Follower:
 
     def send(self) -> bool:
         """One portion; whether there was any. Raises what MLflow raises."""
-        content = self.unread()
-        if not content:
+        events, offset = self.view.events_from(self.offset, READ_BYTES)
+        if offset == self.offset:
             return False
         if self.run_id is None:
             self.run_id = self.open_run()
@@ -63,45 +62,34 @@ class Follower:
         if not self.has_params:
             self.log_params()
             self.has_params = True
-        events = decode(content)
         self.log_metrics(events)
         for event in events:
-            if event["event"] == "run_started":
-                self.client.set_tag(self.run_id, "hpctrain.attempt", str(event["attempt"]))
+            if isinstance(event, RunStarted):
+                self.client.set_tag(self.run_id, "hpctrain.attempt", str(event.attempt))
                 self.client.update_run(self.run_id, status="RUNNING")
-            elif event["event"] == "run_finished":
+            elif isinstance(event, RunFinished):
                 self.finish(event)
-        self.offset += len(content)
+        self.offset = offset
         self.problem = None
         self.save()
         return True
 
-    def unread(self) -> bytes:
-        """Whole lines that have not been sent."""
-        tail = Tail(self.run_dir.events, self.offset)
-        content = tail.lines(READ_BYTES)
-        self.offset = 0 if tail.restarts else self.offset
-        return content
-
     def open_run(self) -> str:
         """A new run."""
-        config = run_config(self.run_dir.run_yaml)
+        run = self.view.look(within_s=0.0)
         found = self.client.get_experiment_by_name(self.experiment)
         place = artifact_location(self.uri)
         experiment = found.experiment_id if found else self.client.create_experiment(self.experiment, place)
-        info = Attempts(self.run_dir).info()
-        tags = {"hpctrain.run_folder": str(self.run_dir.path), "hpctrain.id": str(info.get("id"))}
-        attempts = info.get("attempts") or [{}]
-        if attempts[-1].get("git_commit"):
-            tags["mlflow.source.git.commit"] = str(attempts[-1]["git_commit"])
-        name = config.get("name", self.run_dir.path.name)
-        return str(self.client.create_run(experiment, run_name=name, tags=tags).info.run_id)
+        tags = {"hpctrain.run_folder": str(run.path), "hpctrain.id": str(run.id)}
+        if run.newest and run.newest.git_commit:
+            tags["mlflow.source.git.commit"] = run.newest.git_commit
+        return str(self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
 
     def log_params(self) -> None:
         """The configuration as parameters."""
         from mlflow.entities import Param
 
-        config = run_config(self.run_dir.run_yaml)
+        config = self.view.look(within_s=0.0).config
         values = {accepted(key): str(value)[:6000] for key, value in flat(config) if value is not None}
         params = [Param(key, value) for key, value in values.items()]
         for begin in range(0, len(params), 100):
@@ -112,20 +100,19 @@ class Follower:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(accepted(name), value, int(event["time"] * 1000), event["step"])
+            Metric(accepted(name), value, int(event.time * 1000), event.step)
             for event in events
             for name, value in scalars(event).items()
         ]
         for begin in range(0, len(metrics), BATCH):
             self.client.log_batch(self.run_id, metrics=metrics[begin : begin + BATCH])
 
-    def finish(self, event: Mapping[str, Any]) -> None:
+    def finish(self, event: RunFinished) -> None:
         """Artifacts and status; a stopped run goes on under the same id when it is resumed."""
-        for path in (self.run_dir.run_yaml, self.run_dir.run_json):
-            if path.is_file():
-                self.client.log_artifact(self.run_id, str(path))
-        status = "KILLED" if event.get("reason") == "stop_requested" else "FINISHED"
-        self.client.set_terminated(self.run_id, status, int(event["time"] * 1000))
+        for path in self.view.records():
+            self.client.log_artifact(self.run_id, str(path))
+        status = "KILLED" if event.reason == Outcome.STOPPED_BY_RANKS else "FINISHED"
+        self.client.set_terminated(self.run_id, status, int(event.time * 1000))
 
     def save(self) -> None:
         """Position and problem, for the sink, the next attempt and ``track sync``."""

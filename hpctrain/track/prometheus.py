@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.errors import MissingExtra
+from hpctrain.run.events import Event, RunFinished
 from hpctrain.track.scalars import scalars
 
 HELP = {
@@ -38,10 +38,10 @@ class PrometheusSink:
         self.write = write_to_textfile
         self.gauges: dict[str, Any] = {}
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """See Sink."""
-        values = {"step": event["step"], "attempt": event["attempt"], "time": event["time"], **scalars(event)}
-        values["finished"] = float(event["event"] == "run_finished")
+        values = {"step": event.step, "attempt": event.attempt, "time": event.time, **scalars(event)}
+        values["finished"] = float(isinstance(event, RunFinished))
         for name, value in values.items():
             plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)  # all that every exporter reads
             if plain not in self.gauges:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from hpctrain.run.events import CheckpointSaved, Eval, Event, Train
 from hpctrain.system.json_shape import is_number
 
-COUNTED = ("time", "event", "step", "attempt", "steps", "total_steps", "epoch", "seconds")
 
-
-def scalars(event: Mapping[str, Any]) -> dict[str, float]:
+def scalars(event: Event) -> dict[str, float]:
     """Such as ``train/loss``, ``phase/forward`` (seconds a step), ``validation/accuracy``, ``checkpoint/stall_s``."""
-    kind = event["event"]
-    if kind == "train":
-        steps = max(int(event.get("steps") or 1), 1)
-        found = {f"train/{name}": value for name, value in event.items() if name not in COUNTED}
-        phases = {name: value for name, value in (event.get("seconds") or {}).items() if is_number(value)}
-        found |= {f"phase/{name}": value / steps for name, value in phases.items()}
-    elif kind == "eval":
-        found = {f"validation/{name}": value for name, value in (event.get("metrics") or {}).items()}
-    elif kind == "checkpoint_saved":
-        found = {f"checkpoint/{name}": event.get(name) for name in ("stall_s", "write_s", "bytes")}
-    else:
-        return {}
-    return {name: float(value) for name, value in found.items() if is_number(value)}
+    found: dict[str, float | None] = {}
+    if isinstance(event, Train):
+        found |= {f"train/{name}": value for name, value in event.numbers().items()}
+        found |= {f"phase/{name}": value for name, value in event.seconds_per_step().items()}
+    elif isinstance(event, Eval):
+        found |= {f"validation/{name}": value for name, value in event.metrics.items()}
+    elif isinstance(event, CheckpointSaved):
+        found |= {"checkpoint/stall_s": event.stall_s, "checkpoint/write_s": event.write_s}
+        found |= {"checkpoint/bytes": event.bytes}
+    return {name: float(value) for name, value in found.items() if value is not None and is_number(value)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
+
+from hpctrain.run.events import Event
 
 
 class Sink(Protocol):
-    """Lives on rank 0 only. Gets the events of the run as they happen; see docs/events.md for their fields."""
+    """Lives on rank 0 only. Gets the events of the run as they happen; docs/events.md explains their fields."""
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """One event, with its common fields. Does not raise for reasons outside the program: no run ends for it."""
+    def event(self, event: Event) -> None:
+        """One event, such as ``Train`` or ``Eval`` of ``hpctrain.run.events``.
+
+        Does not raise for reasons outside the program: no run ends for it.
+        """
 
     def close(self) -> None:
         """The attempt is over, well or not."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import MissingExtra
+from hpctrain.run.events import Event
 from hpctrain.track.scalars import scalars
 
 MOST_WAITING = 1000
@@ -34,11 +34,11 @@ class TensorBoardSink:
         except ImportError as error:
             raise MissingExtra("tensorboardX", "tensorboard") from error
         self.open = lambda step: SummaryWriter(str(folder), purge_step=step, write_to_disk=True)
-        self.waiting: queue.Queue[Mapping[str, Any]] = queue.Queue(MOST_WAITING)
+        self.waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
         self.is_over = threading.Event()
         self.thread: threading.Thread | None = None
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """See Sink. What an earlier attempt wrote beyond this attempt's first step is hidden by TensorBoard."""
         if self.thread is None:
             self.thread = threading.Thread(target=self.write, daemon=True, name="tensorboard")
@@ -51,7 +51,7 @@ class TensorBoardSink:
         self.is_over.set()
         if self.thread is not None:
             with suppress(queue.Full):
-                self.waiting.put_nowait({})
+                self.waiting.put_nowait(None)
             self.thread.join(CLOSE_S)
 
     def write(self) -> None:
@@ -60,9 +60,9 @@ class TensorBoardSink:
         while not (self.is_over.is_set() and self.waiting.empty()):
             if event := self.waiting.get():
                 with suppress(OSError):
-                    writer = writer or self.open(event["step"] + 1 if event["step"] else None)
+                    writer = writer or self.open(event.step + 1 if event.step else None)
                     for name, value in scalars(event).items():
-                        writer.add_scalar(name, value, event["step"], walltime=event["time"])
+                        writer.add_scalar(name, value, event.step, walltime=event.time)
         with suppress(OSError):
             if writer is not None:
                 writer.close()

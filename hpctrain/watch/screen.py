@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
-from hpctrain.run.standing import Word
+from hpctrain.run import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
 from hpctrain.track.console import duration, number
-from hpctrain.watch.view import Line, Rank, View
+from hpctrain.watch.view import Line, View
 
 STALE_S = 30.0
 """Silence of a running run from which on it is shown."""
@@ -200,7 +200,7 @@ def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
     if not view.ranks:
         return
     number_of = max(view.num_ranks or 0, len(view.ranks))
-    shown: Sequence[Rank] = view.ranks
+    shown: Sequence[LiveRank] = view.ranks
     if number_of > room - 1 or len(view.ranks) < number_of:
         shown = sorted(view.ranks, key=lambda rank: -rank.excess)[: room - 1]
     longest = max(rank.busy_s + rank.wait_s for rank in shown) or 1e-9

@@ -1,26 +1,17 @@
-"""Reads what ``hpctrain watch`` shows: a handful of files in the run folder, and Slurm's queue. Never writes.
-
-A look opens five files and reads what has changed in them; no folder is listed.
-"""
+"""What ``hpctrain watch`` shows: the run folder, and Slurm's queue."""
 
 from __future__ import annotations
 
 import threading
 import time
 from dataclasses import replace
-from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import status
-from hpctrain.run import live_lock
-from hpctrain.run.documents import info_of
-from hpctrain.run.event_follower import Following
-from hpctrain.run.file_tail import JsonFile
+from hpctrain.run import RunView
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import run_config
 from hpctrain.run.job import QueueEntry
-from hpctrain.run.standing import Life
-from hpctrain.watch.view import Found, View, live_view_of, make
+from hpctrain.watch.view import View, make
 
 PORTION_S = 0.5
 """Longest time that a look at a long history takes before what was read so far is shown."""
@@ -33,18 +24,9 @@ ANSWER_S = 0.2
 class Source:
     """One run folder, which need not be there yet."""
 
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self.following = Following(run)
-        self.info = JsonFile(run.run_json, info_of)
-        self.live = JsonFile(run.monitor / "live.json", live_view_of)
-        self.lock = JsonFile(run.lock_file, live_lock.lock_of)
-        self.me = live_lock.myself()
-        self.config: dict[str, Any] = {}
-        self.num_attempts = 0
-        self.queue = Queue(run)
-        self.beat: tuple[float | None, float] = None, 0.0
-        """Newest sign of life by the file system's clock, and when it was seen by our monotonic one."""
+    def __init__(self, view: RunView) -> None:
+        self.view = view
+        self.queue = Queue(RunDir(view.path))
 
     def look(self, whole: bool = False) -> View:
         """The run as it is now; a long history is read in portions, unless the ``whole`` is wanted.
@@ -52,51 +34,13 @@ class Source:
         Raises:
             UserError: the folder may not be read.
         """
-        # A run takes the lock, begins an attempt, writes events, ends the attempt, gives the lock back. In this order
-        # of looks, no end is seen without the events before it, and no attempt without its holder.
-        life = self.life()
-        info = self.info.read()
-        life = life or self.life()
-        until = time.monotonic() + PORTION_S
-        digest = self.following.look()
-        while self.following.is_behind and (whole or time.monotonic() < until):
-            digest = self.following.look()
-        attempts = info.get("attempts") or []
-        if not self.config or len(attempts) != self.num_attempts:  # an attempt may come with other options
-            self.config, self.num_attempts = run_config(self.run.run_yaml) or self.config, len(attempts)
-        found = Found(
-            self.run.path,
-            self.config,
-            info,
-            digest,
-            self.live.read(),
-            life,
-            self.queue.ask((len(attempts), bool(attempts) and "ended" in attempts[-1]), wait=whole),
-            self.queue.age_s,
-            self.following.decoder.note,
-        )
-        view = make(found, time.time(), self.following.is_behind)
-        if self.queue.is_asking or self.following.is_behind:  # what comes yet may tell that it goes on
-            return replace(view, state=replace(view.state, is_over=False))
-        return view
-
-    def life(self) -> Life | None:
-        """Who uses the run folder, and whether they still do."""
-        saved = self.lock.read()
-        if self.lock.changed is None:
-            return None
-        try:
-            holder = live_lock.Holder(**saved)
-        except TypeError:  # being written just now
-            return None
-        now = time.monotonic()
-        if self.beat[0] != self.lock.changed:
-            # The clocks of this host and of the file system may differ; from the next sign of life on, ours counts.
-            first = max(0.0, time.time() - self.lock.changed) if self.beat[0] is None else 0.0
-            self.beat = self.lock.changed, now - first
-        lives = live_lock.is_live(holder, now - self.beat[1], self.me)
-        sure = holder.machine == self.me.machine
-        return Life(lives, sure, f"process {holder.pid} on {holder.host}")
+        found = self.view.look(float("inf") if whole else PORTION_S)
+        has_ended = found.newest is not None and found.newest.ended is not None
+        job = self.queue.ask((len(found.attempts), has_ended), wait=whole)
+        shown = make(found, time.time(), job, self.queue.age_s)
+        if self.queue.is_asking or found.is_behind:  # what comes yet may tell that it goes on
+            return replace(shown, state=replace(shown.state, is_over=False))
+        return shown
 
 
 class Queue:

@@ -22,7 +22,7 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.run.folder import RunDir
-from tests.support.command import wait_for
+from tests.support.command import events, wait_for
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def gone(pid: int) -> bool:
 
 def announced(run_dir: RunDir) -> list[int]:
     """Steps of the checkpoints that were said to be saved."""
-    return [event["step"] for event in run_dir.read_events() if event["event"] == "checkpoint_saved"]
+    return [event["step"] for event in events(run_dir.path, "checkpoint_saved")]
 
 
 def all_sound(run_dir: RunDir) -> None:
@@ -138,7 +138,7 @@ def test_kills_at_random_moments(
         begins = len(announced(run_dir)) > 0
         resumes += begins & start_and_kill(Attempt(ranks, framework, run_dir.path, records), run_dir, luck)
         all_sound(run_dir)
-    resumed = [event["step"] for event in run_dir.read_events() if event["event"] == "resumed"]
+    resumed = [event["step"] for event in events(run_dir.path, "resumed")]
     assert len(resumed) >= resumes and resumed == sorted(resumed), f"seed {SEED}"
 
     last = CheckpointStore(run_dir.checkpoints).steps()[-1] + 5  # may be there although nobody lived to announce it

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
+from tests.support.command import events
 from hpctrain.run.folder import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ class Runs:
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
         """Events of one kind."""
-        return [one for one in RunDir(self.folder / name).read_events() if one["event"] == event]
+        return events(self.folder / name, event)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import yaml
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
 from tests.slurm.cluster import Cluster, until
 
 STEPS = 48
@@ -80,7 +81,7 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of one name."""
-        return [event for event in self.dir.read_events() if event["event"] == name]
+        return [event.to_json() for event in RunView(self.dir.path).events() if event.name == name]
 
     def computed(self) -> list[int]:
         """Steps that any attempt reported, with repetitions: nothing is resolved here."""

@@ -17,6 +17,7 @@ import psutil
 
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
+from hpctrain.run.view import RunView
 from tests.support.mpi import Result, rank_environment, run_in_group
 
 PROJECT = Path(__file__).parents[2]
@@ -94,7 +95,7 @@ def misbehaving_run(folder: Path, mode: str = "", train: Mapping[str, Any] | Non
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
     """Events of a name in a run folder."""
-    return [event for event in RunDir(run).read_events() if event["event"] == name]
+    return [event.to_json() for event in RunView(run).events() if event.name == name]
 
 
 def reaches_step(run: Path, step: int) -> Callable[[], bool]:

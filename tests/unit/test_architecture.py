@@ -28,18 +28,18 @@ ROOMS: dict[str, str] = {
     "monitor": "errors system config comm run train",
     "track": "errors system run train",
     "rank": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track",
-    "registry": "errors system config comm run data train tasks checkpoint track rank report",
+    "registry": "errors config comm run data train tasks checkpoint track rank report",
     "launch": "errors system config comm run monitor",
-    "report": "errors system run",
+    "report": "errors run",
     "watch": "errors system run track launch",
-    "doctor": "errors system config comm reduce launch",
+    "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
     "commands": "errors system config comm run data train tasks frameworks checkpoint track rank registry launch "
     "report watch doctor horovod_wheel",
     "cli": "errors system config",
     "__main__": "system cli",
-    "__init__": "errors config comm data reduce train tasks checkpoint monitor track rank",
+    "__init__": "errors config comm run data reduce train tasks checkpoint monitor track rank",
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 
@@ -171,7 +171,7 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 
 READERS = (
     *("config/loading", "run/", "report/", "watch/", "track/", "registry/", "launch/postmortem"),
-    *(f"launch/engines/slurm/{name}" for name in ("logs", "status", "profile")),
+    *(f"launch/engines/slurm/{name}" for name in ("status", "profile")),
     *("commands/slurm", "commands/report", "commands/watch", "commands/track", "monitor/chief/exclude"),
 )
 """Files whose readings of run folders and run files go through system/safe_read."""
@@ -186,6 +186,28 @@ def test_run_folders_are_read_with_bounds() -> None:
         if isinstance(node, ast.Call) and reads(node)
     ]
     assert not wrong
+
+
+FILES_OF_A_RUN = ("events.jsonl", "run.json", "run.yaml", "run.lock", "live.json", "heat.npz", "STOP")
+FOLDERS_OF_A_RUN = ("monitor", "ranks", "attempts", "checkpoints", "logs")
+
+
+def test_the_files_of_a_run_folder_are_known_in_its_room_alone() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
+        for module, path in FILES.items()
+        if room_of(module) != "run"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.expr) and names_a_part(node)
+    ]
+    assert not wrong
+
+
+def names_a_part(node: ast.expr) -> bool:
+    """Whether an expression is the name of a run folder's file, or a path made with that of a folder in it."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Constant):
+        return str(node.right.value).partition("/")[0] in (*FOLDERS_OF_A_RUN, *FILES_OF_A_RUN)
+    return isinstance(node, ast.Constant) and str(node.value).rpartition("/")[2] in FILES_OF_A_RUN
 
 
 def reads(call: ast.Call) -> bool:

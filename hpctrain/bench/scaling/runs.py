@@ -17,6 +17,8 @@ from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, T
 from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, Job
 from hpctrain.config.loading import dump
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.run import Outcome, RunView
+from hpctrain.run.events import RunFinished, RunStarted, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python
 from hpctrain.system.files import write_atomically
@@ -79,7 +81,8 @@ def is_done(job: Job) -> bool:
     run = RunDir.for_config(job.config)
     if job.global_batch is None:
         return (run.path / EXCHANGE_FILE).exists()
-    return any(event["event"] == "run_finished" and event["reason"] == "completed" for event in run.read_events())
+    finished = RunView(run.path).look().progress.newest(RunFinished)
+    return finished is not None and finished.reason == Outcome.COMPLETED
 
 
 def timings(jobs: Sequence[Job]) -> list[Timing]:
@@ -87,18 +90,23 @@ def timings(jobs: Sequence[Job]) -> list[Timing]:
     found: dict[tuple[Shape, int], list[Any]] = {}
     for job in jobs:
         if job.global_batch is not None:
-            found.setdefault((job.shape, job.global_batch), []).append(intervals(RunDir.for_config(job.config)))
+            found.setdefault((job.shape, job.global_batch), []).append(intervals(view(job)))
     return [Timing(shape, batch, np.concatenate(rounds)) for (shape, batch), rounds in found.items()]
 
 
-def intervals(run: RunDir) -> Any:
+def view(job: Job) -> RunView:
+    """The job's run."""
+    return RunView(RunDir.for_config(job.config).path)
+
+
+def intervals(run: RunView) -> Any:
     """float64[intervals, 4]: seconds of a step by PARTS, without those that warm up and the one that evaluates."""
     rows = []
-    for event in run.read_events():
-        if event["event"] == "train":
+    for event in run.events():
+        if isinstance(event, Train):
             row = np.zeros(len(PARTS))
-            for phase, seconds in event["seconds"].items():
-                row[PART_OF.get(phase, COMPUTE)] += seconds / event["steps"]
+            for phase, seconds in event.seconds_per_step().items():
+                row[PART_OF.get(phase, COMPUTE)] += seconds
             rows.append(row)
     return np.array(rows[WARM_UP:-1])
 
@@ -113,11 +121,10 @@ def samples(jobs: Sequence[Job]) -> list[Sample]:
     return found
 
 
-def started(jobs: Sequence[Job]) -> dict[str, Any]:
-    """``run_started`` of the training run with the most ranks."""
+def started(jobs: Sequence[Job]) -> RunStarted:
+    """The beginning of the training run with the most ranks."""
     last = max((job for job in jobs if job.global_batch is not None), key=lambda job: job.shape.ranks)
-    events = RunDir.for_config(last.config).read_events()
-    return next(event for event in events if event["event"] == "run_started")
+    return next(event for event in view(last).events() if isinstance(event, RunStarted))
 
 
 def _run(job: Job, words: Sequence[str]) -> None:

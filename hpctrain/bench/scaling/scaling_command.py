@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.run.events import RunStarted
 from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def analyse(
     by_mode: dict[Mode, list[Timing]],
     samples: Sequence[Sample],
-    started: dict[str, Any],
+    started: RunStarted,
     crowded: Sequence[Shape],
     assumed: Link | None,
     cores: int | None,
@@ -110,7 +111,7 @@ def analyse(
     Args:
         by_mode: runs by mode and size.
         samples: measured exchanges.
-        started: the ``run_started`` event of the largest run.
+        started: the beginning of the largest run.
         crowded: shapes with more threads than cores.
         assumed: link between nodes, where none was measured.
         cores: of this machine; None for Slurm jobs.
@@ -120,8 +121,8 @@ def analyse(
     from hpctrain.bench.scaling.plan import further
     from hpctrain.bench.scaling.report import exchange_result, mode_result
 
-    gradients = Gradients(started["gradient_bytes"], started["reducer"] != "horovod")
-    ring = started["reducer_variant"] == "mpi-ring"
+    gradients = Gradients(started.gradient_bytes or 0, started.reducer != "horovod")
+    ring = started.reducer_variant == "mpi-ring"
     fair = [
         sample for sample in samples if sample.shape not in crowded and (sample.ring == ring or sample.shape.nodes == 1)
     ]
@@ -132,8 +133,8 @@ def analyse(
     larger = further(largest, nodes_known, cores, FACTOR) if largest else []
     return {
         "cores": cores,
-        "framework": started["framework"],
-        "reducer": started["reducer_variant"],
+        "framework": started.framework,
+        "reducer": started.reducer_variant,
         "gradient_bytes": gradients.bytes,
         "exchange": exchange_result(fair, assumed),
         "modes": {

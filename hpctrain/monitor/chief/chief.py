@@ -21,6 +21,9 @@ from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.stops import Stops
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
+from hpctrain.run import EventWriter
+from hpctrain.run.events import AboutRank, Straggler
+from hpctrain.run.events import Hang as HangEvent
 from hpctrain.run.folder import RunDir
 from hpctrain.system.files import write_atomically
 
@@ -87,6 +90,7 @@ class Chief:
         self.attempt = attempt
         self.config = config
         self.say = say
+        self.events = EventWriter(folder.monitor_events, lambda text: say(text, False))
         self.judge = Judge(hosts)
         self.watch = HangWatch(config.hang_s)
         self.heat = Heat(len(hosts), config.window_steps)
@@ -257,7 +261,8 @@ class Chief:
                 self.say(
                     f"host {entry.host} is left out at the next requeue, for {self.config.exclude_hours:g} h", False
                 )
-        self.event("straggler", step, **verdict.fields(), sentence=text, excluded=excluded)
+        event = Straggler(step=step, attempt=self.attempt, **verdict.fields(), sentence=text, excluded=excluded)
+        self.events.append(event)
 
     # hangs
 
@@ -296,40 +301,28 @@ class Chief:
         text = sentence.of_hang(hang, self.hosts, action)
         self.say(text, True)
 
-        def described(beat: Beat) -> dict[str, object]:
-            return {
-                "rank": beat.rank,
-                "host": self.hosts[beat.rank],
-                "steps": beat.steps,
-                "state": beat.state,
-                "doing": beat.doing,
-                "stack": files.get(beat.rank),
-            }
+        def about(beat: Beat) -> AboutRank:
+            host, stack = self.hosts[beat.rank], files.get(beat.rank)
+            return AboutRank(beat.rank, host, beat.steps, beat.state, beat.doing, stack)
 
-        self.event(
-            "hang",
-            steps,
+        event = HangEvent(
+            step=steps,
+            attempt=self.attempt,
             kind="died" if hang.died else "hung",
             silence_s=round(hang.silence_s, 1),
-            ranks=[described(beat) for beat in hang.culprits],
-            healthy=[described(beat) for beat in hang.waiting if beat.rank in files],
+            ranks=tuple(map(about, hang.culprits)),
+            healthy=tuple(about(beat) for beat in hang.waiting if beat.rank in files),
             waiting=len(hang.waiting),
             action=action,
             sentence=text,
         )
+        self.events.append(event)
         if action != "abort":
             return []
         self.has_ended_ranks = True
         return [Command(node, Message("kill")) for node in sorted(set(self.nodes))]
 
     # files
-
-    def event(self, name: str, step: int, **fields: object) -> None:
-        """Appends to the monitor's events; a full disk costs the event, not the monitor."""
-        try:
-            self.folder.monitor_event(name, step, **fields)
-        except RunFailed as error:
-            self.say(f"the monitor cannot write its events: {error.what}", False)
 
     def write_live(self) -> None:
         """Refreshes what ``hpctrain watch`` shows."""
@@ -338,9 +331,8 @@ class Chief:
             return
         self.shown = measures
         try:
-            write_atomically(
-                self.folder.monitor / "live.json", json.dumps(self.live(measures)).encode(), self.folder.path
-            )
+            content = json.dumps(self.live(measures)).encode()
+            write_atomically(self.folder.live_view, content, self.folder.path)
         except RunFailed as error:
             self.say(f"the monitor cannot write its live view: {error.what}", False)
 
@@ -370,11 +362,12 @@ class Chief:
         }
 
     def close(self) -> None:
-        """Last view and the heat map's data."""
+        """Last view, the events that still wait, and the heat map's data."""
         self.write_live()
+        self.events.close()
         if self.heat.used:
             try:
-                self.heat.save(self.folder.monitor / "heat.npz", self.folder.path)
+                self.heat.save(self.folder.heat_map, self.folder.path)
             except RunFailed as error:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 

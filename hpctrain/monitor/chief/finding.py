@@ -74,12 +74,12 @@ class Verdict:
             "kind": self.kind.value,
             "state": self.state.value,
             "rank": self.ranks[0] if len(self.ranks) == 1 else None,
-            "ranks": list(self.ranks[:RANKS_IN_EVENT]),
+            "ranks": self.ranks[:RANKS_IN_EVENT],
             "host": self.hosts[0] if len(self.hosts) == 1 else None,
             "cause": self.cause,
             "slowdown": round(self.slowdown, 4),
             "cost": round(self.cost, 4),
-            "evidence": list(self.evidence),
+            "evidence": self.evidence,
             "window": self.window,
         }
 

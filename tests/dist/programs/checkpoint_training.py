@@ -24,7 +24,7 @@ from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
-from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.run.events import Event
 import hpctrain
 
 
@@ -41,8 +42,8 @@ class Names:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        self.events.append(event["event"])
+    def event(self, event: Event) -> None:
+        self.events.append(event.name)
 
     def close(self) -> None:
         self.events.append("closed")

@@ -12,6 +12,7 @@ from hpctrain.bench.scaling import plot, scaling_command
 from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape
 from hpctrain.bench.scaling.model import COMPUTE, EXCHANGE, Gradients, Mode, Prediction, Timing, efficiency, predict
 from hpctrain.bench.scaling.report import recommend, text
+from hpctrain.run.events import RunStarted
 from tests.unit.bench.test_scaling_fit import exchanges
 
 LINKS = ExchangeModel(Link(2e-6, 1e-10), Link(5e-5, 1e-9))
@@ -104,12 +105,9 @@ def test_a_recommendation_knows_its_limits() -> None:
 def analysed(shapes: list[Shape], crowded: list[Shape], variant: str = "mpi-node", **more: Any) -> dict[str, Any]:
     modes: list[Mode] = ["weak", "strong"]
     samples = [sample for sample in exchanges(LINKS, [shape for shape in shapes if shape.ranks > 1], noise=0.01)]
-    started = {
-        "framework": "torch",
-        "reducer": "mpi",
-        "reducer_variant": variant,
-        "gradient_bytes": GRADIENTS.bytes,
-    }
+    started = RunStarted(
+        step=0, framework="torch", reducer="mpi", reducer_variant=variant, gradient_bytes=GRADIENTS.bytes
+    )
     by_mode = {mode: [timing(shape, mode) for shape in shapes] for mode in modes}
     options = {"assumed": None, "cores": None, "threshold": 0.7} | more
     return {"run": "r", "threshold": 0.7, "threads": 1} | scaling_command.analyse(

@@ -14,7 +14,8 @@ from hpctrain.bench.scaling.plan import EXCHANGE_FILE, batches, further, jobs, s
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import RunFinished, Train
 from hpctrain.run.folder import RunDir
 
 
@@ -74,8 +75,8 @@ def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
     events = EventWriter(RunDir.for_config(training.config).events, print)
     for number in range(1, 6):
         seconds = {"data": 0.5, "forward": 1.0, "backward": 2.0, "exchange": number, "callbacks": 0.25}
-        events.append("train", 5 * number, steps=5, seconds=seconds)
-    events.append("run_finished", 25, reason="completed", steps=25, seconds=1.0)
+        events.append(Train(step=5 * number, steps=5, seconds=seconds))
+    events.append(RunFinished(step=25, reason="completed", steps=25, seconds=1.0))
     row = {"nodes": 1, "ranks": 2, "bytes": 4096, "seconds": 1e-4, "ring": False}
     (tmp_path / exchange.name / EXCHANGE_FILE).write_text(json.dumps({"rows": [row]}))
     runs.run_here([training, exchange])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint.exports import safetensors as ours
 from hpctrain.checkpoint.exports.weights import write_whole
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint
-from hpctrain.checkpoint.initial import converted, load_initial, match_names
+from hpctrain.checkpoint.initial import Match, converted, load_initial, match_names
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.world import alone
@@ -230,7 +230,7 @@ def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp
 
 def test_initial_weights_that_do_not_match_are_listed() -> None:
     match = match_names({"a": (1,), "b": (2,), "c": (3,)}, {"a": (1,), "b": (9,), "d": (4,)})
-    assert match.to_json() == {"taken": ["a"], "missing": ["c"], "unexpected": ["d"], "reshaped": ["b"]}
+    assert match == Match(taken=("a",), missing=("c",), unexpected=("d",), reshaped=("b",))
 
 
 def test_no_match_at_all_is_an_error(digits: Any, tmp_path: Path) -> None:

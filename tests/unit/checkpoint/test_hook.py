@@ -20,6 +20,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.data import Order, TrainingData, open_dataset
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
+from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
@@ -73,7 +74,7 @@ class Run:
     def __init__(self, folder: Path, seed: int = 0, **config: Any) -> None:
         self.config = CheckpointConfig(**config)
         self.folder = folder
-        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        self.events: list[Event] = []
         self.identity: dict[str, Any] = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
 
     def attempt(
@@ -88,7 +89,7 @@ class Run:
         """Trains to the end or until a hook ends it."""
         kept = Retention(self.config.keep_last, self.config.keep_every_steps)
         self.store = CheckpointStore(self.folder, kept, fence=fence)
-        report = lambda event, step, **fields: self.events.append((event, step, fields))  # noqa: E731
+        report = self.events.append
         hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, hooks, fresh)
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
@@ -104,7 +105,7 @@ class Run:
 
     def said(self, event: str) -> list[int]:
         """Steps of the events of a kind."""
-        return [step for name, step, _ in self.events if name == event]
+        return [each.step for each in self.events if each.name == event]
 
 
 def test_saves_by_steps_and_at_the_end_and_resumes(tmp_path: Path) -> None:
@@ -185,7 +186,8 @@ def test_a_failed_save_is_told_and_training_goes_on(
     free = Interrupt(7, lambda: monkeypatch.setattr(saver_module, "SPARE_BYTES", spare))
     assert run.attempt(fill, free).weight[0] == 10
     assert run.said("checkpoint_failed") == [4, 6] and run.said("checkpoint_saved") == [2, 8, 10]
-    assert "MiB are needed" in run.events[1][2]["error"]
+    failed = run.events[1]
+    assert isinstance(failed, CheckpointFailed) and "MiB are needed" in str(failed.error)
     assert "checkpoint of step 4 FAILED: rank 0: " in capsys.readouterr().out
 
 

@@ -20,6 +20,7 @@ from hpctrain.monitor.window import Window
 from hpctrain.monitor.wire import Message
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
 from hpctrain.train.clock import Phase
 
 HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2", "n3", "n3"]
@@ -186,7 +187,7 @@ def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path: Path) -> None
     assert np.nanmax(picture.values[8]) == 0
     (tmp_path / "monitor").mkdir()
     picture.save(tmp_path / "monitor" / "heat.npz")
-    (shown,) = heat_maps(RunDir(tmp_path)).values()
+    (shown,) = heat_maps(RunView(tmp_path).heat_map()).values()
     assert np.nanmax(shown) == pytest.approx(30, abs=1)
 
 
@@ -197,8 +198,8 @@ def test_a_full_disk_costs_events_not_the_monitor(tmp_path: Path) -> None:
         for message in parts(window):
             chief.receive(message, 0.0)
     chief.close()
-    for what in ("its events", "its live view", "its heat map"):
-        assert any(f"cannot write {what}" in text for text in said)
+    for what in ("monitor/events.jsonl cannot be written", "cannot write its live view", "cannot write its heat map"):
+        assert any(what in text for text in said)
 
 
 def test_a_full_disk_keeps_no_hung_rank_alive(tmp_path: Path) -> None:

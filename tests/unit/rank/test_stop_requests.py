@@ -12,9 +12,11 @@ from hpctrain.comm.world import alone
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.rank.session import exit_code, message
 from hpctrain.rank.stop_requests import StopRequests
-from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import StopRequested
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
+from hpctrain.run.view import RunView
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.train.hooks import StopReason
 from hpctrain.train.state import TrainState
@@ -51,13 +53,15 @@ def steps_until_stop(signals, run_dir, ask) -> int:
 
 def test_a_signal_stops_after_the_step(signals, run_dir):
     assert steps_until_stop(signals, run_dir, lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 1
-    assert run_dir.read_events()[0]["by"] == "signal SIGUSR1"
+    event = RunView(run_dir.path).events()[0]
+    assert isinstance(event, StopRequested) and event.by == "signal SIGUSR1"
 
 
 def test_the_stop_file_stops_after_the_step_and_says_who_asked(signals, run_dir):
     assert steps_until_stop(signals, run_dir, lambda: request_stop(run_dir, StopRequest("hpctrain stop by ada"))) == 1
-    (event,) = run_dir.read_events()
-    assert (event["by"], event["step"]) == ("hpctrain stop by ada", 5)
+    (event,) = RunView(run_dir.path).events()
+    assert isinstance(event, StopRequested)
+    assert (event.by, event.code, event.step) == ("hpctrain stop by ada", "stopped", 5)
 
 
 def test_handlers_are_given_back():

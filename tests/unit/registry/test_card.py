@@ -8,9 +8,10 @@ import pytest
 
 from hpctrain.errors import UserError
 from hpctrain.registry.card import model_card
-from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import read
+from hpctrain.run.view import RunView
 
 
 @pytest.fixture
@@ -20,20 +21,20 @@ def run(tmp_path: Path) -> RunDir:
     (run.checkpoints / "step-000000900").mkdir(parents=True)
     (run.checkpoints / "step-000000900" / "manifest.json").write_text('{"manifest": {}}')
     writer = EventWriter(run.events, print)
-    writer.append("train", 950, loss=0.5, lr=1.0, samples_per_s=1.0, seconds={}, steps=1)
+    writer.append(Train(step=950, loss=0.5, lr=1.0, samples_per_s=1.0, steps=1))
     writer.close()
     return run
 
 
 def test_the_newest_checkpoint_is_named_not_the_last_step(run: RunDir) -> None:
-    assert "| checkpoint | step 900 |" in model_card(read(run))
-    assert "| checkpoint | step 900 |" in model_card(read(run), 900)
+    assert "| checkpoint | step 900 |" in model_card(RunView(run.path).history())
+    assert "| checkpoint | step 900 |" in model_card(RunView(run.path).history(), 900)
 
 
 def test_a_checkpoint_that_is_not_there_has_no_card(run: RunDir) -> None:
     with pytest.raises(UserError, match="no checkpoint of step 901"):
-        model_card(read(run), 901)
+        model_card(RunView(run.path).history(), 901)
 
 
 def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
-    assert "| checkpoint | none |" in model_card(read(RunDir(tmp_path)))
+    assert "| checkpoint | none |" in model_card(RunView(tmp_path).history())

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from hpctrain.report.chart import LIGHT, Chart, picture, style
 from hpctrain.report.compare import compare, differences, flatten
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin
-from hpctrain.report.summary import goodput, make_attempts, summarize
+from hpctrain.report.summary import goodput, make_spans, rank_hours, summarize
 from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.events import Event, Hang, Straggler
 from hpctrain.run.folder import RunDir
-from hpctrain.run.history import KEPT_EVENTS, RunData, read, run_config
+from hpctrain.run.history import KEPT_EVENTS, RunHistory
 from hpctrain.run.last_words import AttemptWords, Ending, ErrorWord, LastWord
+from hpctrain.run.progress import Progress
+from hpctrain.run.snapshot import RunSnapshot
 from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.view import RunView, run_config
 
 BEGIN = 1_700_000_000.0
 
@@ -54,6 +59,10 @@ def folder(tmp_path: Path, *events: dict[str, Any], info: dict[str, Any] | None 
 def attempt(number: int, begin: float, end: float | None, **verdict: Any) -> dict[str, Any]:
     entry: dict[str, Any] = {"attempt": number, "started": BEGIN + begin, "from_step": None, "to_step": None}
     return entry if end is None else {**entry, "ended": BEGIN + end, "verdict": verdict}
+
+
+def read(run: RunDir) -> RunHistory:
+    return RunView(run.path).history()
 
 
 DONE = {"action": "done", "exit_code": 0, "reason": "done after step 4"}
@@ -86,7 +95,7 @@ def test_an_empty_folder_is_a_report_that_knows_nothing(tmp_path: Path) -> None:
 def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
     run_dir = folder(tmp_path, *(event("straggler", step, state="suspect") for step in range(KEPT_EVENTS + 50)))
     data = read(run_dir)
-    kept = [each["step"] for each in data.rare["straggler"]]
+    kept = [each.step for each in data.all(Straggler)]
     assert len(kept) == KEPT_EVENTS
     assert (kept[0], kept[-1]) == (0, KEPT_EVENTS + 49)
     assert data.counts["straggler"] == KEPT_EVENTS + 50
@@ -95,13 +104,13 @@ def test_memory_is_bounded_for_rare_events_too(tmp_path: Path) -> None:
 def test_goodput_is_useful_time_over_allocated_time(tmp_path: Path) -> None:
     info = {"attempts": [attempt(1, 0, 6, **DONE), attempt(2, 8, 12, **DONE)]}
     data = read(folder(tmp_path, *(trained(step) for step in range(1, 6)), info=info))
-    assert goodput(data, make_attempts(data)) == pytest.approx(5 * 0.9 / 10)
+    assert goodput(data, make_spans(data)) == pytest.approx(5 * 0.9 / 10)
 
 
 def test_an_attempt_that_was_killed_with_its_supervisor_ends_with_its_last_event(tmp_path: Path) -> None:
     info = {"attempts": [attempt(1, 0, None), {**attempt(2, 100, 110, **DONE), "from_step": 3}]}
     events = [*(trained(step) for step in (1, 2, 3, 4, 5)), trained(4, 2, at=105)]
-    first, second = make_attempts(read(folder(tmp_path, *events, info=info)))
+    first, second = make_spans(read(folder(tmp_path, *events, info=info)))
     assert (first.end - BEGIN, first.to_step, first.ending, first.orderly) == (5, 3, "unknown", False)
     assert (second.end - BEGIN, second.ending) == (110, "done after step 4")
 
@@ -193,21 +202,17 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert "<td>0.5</td>" in text
 
 
-def failed(reason: str, code: Code, action: Action = Action.REQUEUE, **more: Any) -> RunData:
+def failed(reason: str, code: Code, action: Action = Action.REQUEUE) -> RunHistory:
     verdict = Verdict(action, ExitCode.FAILURE, reason, "do this", 1, "n2", code)
-    return with_attempts([Attempt(1, BEGIN, BEGIN + 5, verdict=verdict).to_json()], **more)
+    return with_attempts([Attempt(1, BEGIN, BEGIN + 5, verdict=verdict).to_json()])
 
 
-def with_attempts(entries: list[dict[str, Any]], **more: Any) -> RunData:
-    nothing: dict[str, Any] = {
-        "config": {},
-        "train": {},
-        "phases": {},
-        "metrics": {},
-        "rare": {},
-        "counts": {"train": 1},
-    }
-    return RunData(Path("run"), {"attempts": entries}, **{**nothing, **more})
+def with_attempts(
+    entries: list[dict[str, Any]], words: Mapping[int, AttemptWords] | None = None, rare: Sequence[Event] = ()
+) -> RunHistory:
+    attempts = tuple(map(Attempt.from_json, entries))
+    run = RunSnapshot(Path("run"), None, {}, attempts, Progress(), words=words or {})
+    return RunHistory(run, {}, {}, {}, tuple(rare), {"train": 1})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def with_attempts(entries: list[dict[str, Any]], **more: Any) -> RunData:
         (failed("runs/a is in use by another live run", Code.KILLED), "killed"),
     ],
 )
-def test_explanations_name_cause_rank_and_cure(data: RunData, cause: str) -> None:
+def test_explanations_name_cause_rank_and_cure(data: RunHistory, cause: str) -> None:
     answer = explain(data)
     assert answer.cause == cause
     assert "Do this." in answer.text
@@ -270,17 +275,17 @@ def test_where_no_supervisor_lived_the_first_rank_that_failed_tells() -> None:
 def test_a_hang_of_an_older_attempt_is_not_told_of_the_newest_one(of: int, cause: Code, ended: bool) -> None:
     verdict = Verdict(Action.REQUEUE, ExitCode.FAILURE, "ValueError: x", "do this", 1, "n2", Code.EXCEPTION)
     newest = attempt(2, 10, 20, **verdict.to_json()) if ended else attempt(2, 10, None)
-    hangs = [event("hang", 3, attempt=of, at=BEGIN + 30, sentence="rank 3 does not move")]  # told late
-    answer = explain(with_attempts([attempt(1, 0, 9, action="requeue", exit_code=70), newest], rare={"hang": hangs}))
+    hangs = [Hang(step=3, attempt=of, time=BEGIN + 30, sentence="rank 3 does not move")]  # told late
+    answer = explain(with_attempts([attempt(1, 0, 9, action="requeue", exit_code=70), newest], rare=hangs))
     assert answer.cause is (cause if ended or of == 2 else Code.UNKNOWN)
     assert ("rank 3 does not move" in answer.text.lower()) is (of == 2)
 
 
 def test_the_hang_of_an_older_attempt_is_no_evidence_for_a_death_in_the_newest_one() -> None:
-    hangs = [event("hang", 3, attempt=each, sentence=f"hang of {each}") for each in (2, 1)]
+    hangs = [Hang(step=3, attempt=each, sentence=f"hang of {each}") for each in (2, 1)]
     killed = Verdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 was killed", code=Code.KILLED).to_json()
     entries = [attempt(1, 0, 9, action="requeue", exit_code=70), attempt(2, 10, 20, **killed)]
-    answer = explain(with_attempts(entries, rare={"hang": hangs}))
+    answer = explain(with_attempts(entries, rare=hangs))
     assert answer.evidence == ("rank 1 was killed", "hang of 2")
 
 
@@ -418,3 +423,25 @@ def test_shrinking_a_map_keeps_the_hot_spot() -> None:
     small = shrink(values)
     assert small.shape == (64, 120)
     assert small.max() == 9 and (small > 0).sum() == 1
+
+
+def test_hours_of_ranks_are_each_attempts_own(tmp_path: Path) -> None:
+    """Attempts of different lengths and numbers of ranks; the records win over the events."""
+    first, second = attempt(1, 0, 3600, **DONE), attempt(2, 7200, 9000, **DONE)
+    started = [event("run_started", 0, at=0, ranks=4), event("run_started", 0, attempt=2, at=7200, ranks=8)]
+    data = read(folder(tmp_path / "a", *started, info={"attempts": [first, second]}))
+    assert rank_hours(data, make_spans(data)) == pytest.approx(4 * 1.0 + 8 * 0.5)
+    assert summarize(data)["rank_hours"] == pytest.approx(8.0)
+    data = read(folder(tmp_path / "b", *started, info={"attempts": [{**first, "ranks": 2}, second]}))
+    assert rank_hours(data, make_spans(data)) == pytest.approx(2 * 1.0 + 8 * 0.5)
+    data = read(folder(tmp_path / "c", started[0], info={"attempts": [first, second]}))
+    assert rank_hours(data, make_spans(data)) is None, "nobody says how many ranks the second one had"
+
+
+def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
+    hang = event("hang", 3, sentence="rank 1 does not move")
+    one, two = {"attempt": 1, "started": BEGIN}, {"attempt": 2, "started": BEGIN + 50}
+    data = read(folder(tmp_path / "a", trained(3), hang, info={"attempts": [one]}))
+    assert explain(data).cause == "hang"
+    data = read(folder(tmp_path / "b", trained(3), hang, trained(4, 2, at=60), info={"attempts": [one, two]}))
+    assert explain(data).cause == "running"

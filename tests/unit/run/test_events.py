@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.run.events import COMMON, FIELDS, TYPES, Decoder, decode, encode, missing_fields, resolve
+from hpctrain.run.events import (
+    COMMON,
+    KINDS,
+    SCHEMA,
+    Decoder,
+    OtherEvent,
+    Resumed,
+    Train,
+    decode,
+    encode,
+    resolve,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "events.md"
 
@@ -17,11 +30,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "events.md"
 def test_the_page_names_every_event_and_each_of_its_fields():
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.M | re.S))
     documented = {name: set(re.findall(r"^\| `(\w+)`", text, re.M)) for name, text in sections.items()}
-    assert documented.keys() == FIELDS.keys()
-    for name, fields in FIELDS.items():
-        assert set(fields) <= documented[name], name
+    assert documented.keys() == KINDS.keys()
+    head = {*COMMON, "schema"}
+    for name, kind in KINDS.items():
+        assert kind(step=0).to_json().keys() == documented[name] | head, name
     common = PAGE.read_text().split("## ")[1]
-    assert set(re.findall(r"^\| `(\w+)`", common, re.M)) == set(COMMON)
+    assert set(re.findall(r"^\| `(\w+)`", common, re.M)) == head
 
 
 EXAMPLES = {
@@ -44,27 +58,40 @@ def test_what_readers_take_for_granted_is_what_the_page_says():
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.M | re.S))
     for name, text in sections.items():
         documented = dict(re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", text, re.M))
-        assert documented.keys() == TYPES[name].keys(), name
         for field, kind in documented.items():
             event = {"time": 1.0, "event": name, "step": 1, "attempt": 1}
-            assert list(Decoder().events([encode({**event, field: EXAMPLES[kind]})])), (name, field)
-            assert not list(Decoder().events([encode({**event, field: WRONG[kind]})])), (name, field)
+            (read,) = decode(line({**event, field: EXAMPLES[kind]}))
+            assert type(read) is KINDS[name]
+            assert kind == "list of mapping" or read.to_json()[field] == EXAMPLES[kind], (name, field)
+            assert not decode(line({**event, field: WRONG[kind]})), (name, field)
 
 
 def test_events_of_wrong_types_are_left_out_counted_and_told():
     right = {"time": 1.0, "event": "train", "step": 1, "attempt": 1}
     decoder = Decoder()
-    found = list(decoder.events(map(encode, [right, {**right, "loss": "low"}, {**right, "step": 0.5}, right])))
-    assert found == [right, right] and decoder.left_out == 2
+    found = list(decoder.events(map(line, [right, {**right, "loss": "low"}, {**right, "step": 0.5}, right])))
+    assert found == 2 * [Train(time=1.0, step=1, attempt=1)] and decoder.left_out == 2
     assert decoder.note.startswith("2 events are left out, for loss of train is not of the type")
     assert not Decoder().note
 
 
-def test_missing_fields_are_named():
-    event = {"time": 1.0, "event": "eval", "step": 1, "attempt": 1}
-    assert missing_fields(event) == ["metrics"]
-    assert missing_fields({**event, "metrics": {}}) == []
-    assert missing_fields({"event": "unheard of"}) == ["time", "step", "attempt"]
+def line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def test_fields_and_events_of_a_newer_version_are_kept():
+    newer = {"time": 1.0, "event": "train", "step": 1, "attempt": 1, "schema": SCHEMA + 1, "loss": 0.5, "joules": 7.5}
+    (event,) = decode(line(newer))
+    assert isinstance(event, Train) and event.loss == 0.5 and event.more == {"joules": 7.5}
+    (event,) = decode(line({**newer, "event": "moved"}))
+    assert isinstance(event, OtherEvent) and (event.name, event.more) == ("moved", {"loss": 0.5, "joules": 7.5})
+
+
+def test_events_of_the_version_before_lack_a_schema_and_have_the_same_fields():
+    old = {"time": 1.0, "event": "resumed", "step": 3, "attempt": 2, "rejected": [{"step": 4, "reason": "torn"}]}
+    (event,) = decode(line(old))
+    assert isinstance(event, Resumed) and event.path is None
+    assert (event.rejected[0].step, event.rejected[0].reason) == (4, "torn")
 
 
 plain = st.recursive(
@@ -76,24 +103,24 @@ plain = st.recursive(
 
 @given(st.dictionaries(st.text(), plain, max_size=4))
 def test_every_event_is_one_line_and_comes_back(fields):
-    event = {**fields, "time": 1.5, "event": "x", "step": 3, "attempt": 1}
-    line = encode(event)
-    assert line.count(b"\n") == 1
-    assert line.endswith(b"\n")
-    (read,) = decode(line)
-    assert read.keys() == event.keys()
+    event = OtherEvent(time=1.5, called="x", step=3, attempt=1, more=fields)
+    written = encode(event)
+    assert written.count(b"\n") == 1
+    assert written.endswith(b"\n")
+    (read,) = decode(written)
+    assert read.to_json().keys() == event.to_json().keys()
 
 
 @given(st.binary(max_size=200))
 def test_rubbish_in_a_file_costs_only_itself(rubbish):
-    event = {"time": 1.0, "event": "train", "step": 1, "attempt": 1}
+    event = Train(time=1.0, step=1, attempt=1)
     assert event in decode(encode(event) + rubbish.replace(b"\n", b" ") + b"\n" + encode(event))
 
 
 def test_numbers_that_json_does_not_know_become_null():
-    event = {"time": 0.0, "event": "train", "step": 1, "attempt": 1, "loss": math.inf, "x": [math.nan]}
-    (event,) = decode(encode(event))
-    assert (event["loss"], event["x"]) == (None, [None])
+    (event,) = decode(encode(Train(step=1, loss=math.inf, more={"x": [math.nan]})))
+    assert isinstance(event, Train)
+    assert (event.loss, event.more) == (None, {"x": [None]})
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=4))
@@ -104,7 +131,7 @@ def test_whatever_the_interruptions_each_step_counts_once(attempts):
         start = max(0, reached - back)
         for name, step in [("run_started", start), *(("train", start + i + 1) for i in range(length))]:
             clock += 1
-            events.append({"time": clock, "event": name, "step": step, "attempt": number})
+            events.append(KINDS[name](time=clock, step=step, attempt=number))
         reached = start + length
-    steps = [event["step"] for event in resolve(events) if event["event"] == "train"]
+    steps = [event.step for event in resolve(events) if isinstance(event, Train)]
     assert steps == list(range(1, reached + 1))

@@ -8,16 +8,16 @@ import os
 import signal
 import socket
 import threading
-from typing import Any
 
 import pytest
 
 from hpctrain.config.sections import Config, TrainConfig
-from hpctrain.errors import Code, ExitCode, Replaced, RunFailed, UserError
+from hpctrain.errors import Code, ExitCode, Replaced, UserError
 from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.event_writer import EventWriter
+from hpctrain.run.event_log import EventWriter, read_events
+from hpctrain.run.events import Event, Resumed, RunStarted, Straggler, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, Verdict
@@ -31,9 +31,9 @@ def run_dir(tmp_path, monkeypatch) -> RunDir:
     return made
 
 
-def append(run_dir: RunDir, event: str, step: int, **fields: Any) -> None:
+def append(run_dir: RunDir, event: Event) -> None:
     """As rank 0 does."""
-    EventWriter(run_dir.events, print).append(event, step, **fields)
+    EventWriter(run_dir.events, print).append(event)
 
 
 def test_the_folder_is_named_by_the_run_file(tmp_path, monkeypatch):
@@ -97,48 +97,42 @@ def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
 
 
 def test_events_of_both_files_come_merged_by_time(run_dir):
-    append(run_dir, "run_started", 0)
-    run_dir.monitor_event("straggler", 1, rank=1)
-    append(run_dir, "train", 2, loss=float("nan"))
-    assert [event["event"] for event in run_dir.read_events()] == ["run_started", "straggler", "train"]
-    assert run_dir.read_events()[2]["loss"] is None
+    append(run_dir, RunStarted(step=0))
+    EventWriter(run_dir.monitor_events, print).append(Straggler(step=1, rank=1))
+    append(run_dir, Train(step=2, loss=float("nan")))
+    first, second, third = read_events(run_dir)
+    assert isinstance(first, RunStarted) and isinstance(second, Straggler) and isinstance(third, Train)
+    assert third.loss is None
     assert all(json.loads(line) for line in run_dir.events.read_text().splitlines())
 
 
 def test_a_line_torn_by_a_crash_costs_only_itself(run_dir):
-    append(run_dir, "train", 1, loss=1.0)
+    append(run_dir, Train(step=1, loss=1.0))
     with open(run_dir.events, "ab") as file:
         file.write(b'{"time": 1.0, "event": "tra')
-    assert [event["step"] for event in run_dir.read_events()] == [1]
-    append(run_dir, "train", 2, loss=1.0)
-    assert [event["step"] for event in run_dir.read_events()] == [1, 2]
+    assert [event.step for event in read_events(run_dir)] == [1]
+    append(run_dir, Train(step=2, loss=1.0))
+    assert [event.step for event in read_events(run_dir)] == [1, 2]
 
 
 def test_steps_computed_again_after_a_resume_count_once(run_dir, monkeypatch):
-    append(run_dir, "run_started", 0)
+    append(run_dir, RunStarted(step=0))
     for step in (10, 20, 30):
-        append(run_dir, "train", step, loss=float(step))
+        append(run_dir, Train(step=step, loss=float(step)))
     monkeypatch.setenv("HPCTRAIN_ATTEMPT", "2")
-    append(run_dir, "resumed", 10, path="checkpoints/step-000000010")
-    append(run_dir, "run_started", 10)
-    append(run_dir, "train", 20, loss=0.5)
-    trained = [(event["step"], event["attempt"]) for event in run_dir.read_events() if event["event"] == "train"]
+    append(run_dir, Resumed(step=10, path="checkpoints/step-000000010"))
+    append(run_dir, RunStarted(step=10))
+    append(run_dir, Train(step=20, loss=0.5))
+    trained = [(event.step, event.attempt) for event in read_events(run_dir) if isinstance(event, Train)]
     assert trained == [(10, 1), (20, 2)]
 
 
 def test_a_partial_folder_reads_as_empty(tmp_path):
     run_dir = RunDir(tmp_path / "nothing")
-    assert run_dir.read_events() == []
+    assert read_events(run_dir) == []
     assert Attempts(run_dir).info() == {}
     assert last_words.read(run_dir, 1) is None
     assert run_dir.newest_checkpoint_step() is None
-
-
-def test_a_full_disk_ends_clearly(run_dir, monkeypatch):
-    run_dir.monitor_event("straggler", 1)
-    monkeypatch.setattr("os.write", lambda handle, data: len(data) - 5)
-    with pytest.raises(RunFailed, match="No space left on device"):
-        run_dir.monitor_event("straggler", 2)
 
 
 @pytest.mark.parametrize(("error", "expected"), [(errno.EACCES, BY_PERSON), (errno.ESTALE, None), (errno.EIO, None)])

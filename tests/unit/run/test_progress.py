@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 from typing import Any
 
 import pytest
 
-from hpctrain.run.progress import CURVE_POINTS, Curve, Digest, outcome
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.events import RunFinished, decode
+from hpctrain.run.progress import CURVE_POINTS, Curve, Progress
+from hpctrain.run.standing import outcome
 
 
 def event(name: str, step: int, attempt: int = 1, at: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -19,37 +23,42 @@ def trained(step: int, attempt: int = 1, at: float | None = None, loss: float | 
     return event("train", step, attempt, at, loss=loss, lr=0.1, steps=10, seconds={"forward": 5.0})
 
 
-def digest(*events: dict[str, Any]) -> Digest:
-    made = Digest()
+def progress(*events: dict[str, Any]) -> Progress:
+    made = Progress()
     for each in events:
-        made.add(each)
+        add(made, each)
     return made
 
 
+def add(made: Progress, event: dict[str, Any]) -> None:
+    for each in decode(json.dumps(event).encode()):
+        made.add(each)
+
+
 def test_steps_that_are_computed_again_do_not_count() -> None:
-    made = digest(
+    made = progress(
         event("run_started", 0, total_steps=100),
         *(trained(step, loss=9.0) for step in (10, 20, 30)),
         event("resumed", 10, attempt=2, at=40),
     )
     assert (made.step, made.total_steps, made.attempt) == (10, 100, 2)
     assert made.curves["loss"].means() == [9.0]
-    made.add(trained(40, attempt=1, at=41))  # a fenced rank that writes on
+    add(made, trained(40, attempt=1, at=41))  # a fenced rank that writes on
     assert made.step == 10
-    made.add(trained(20, attempt=2, at=50, loss=3.0))
+    add(made, trained(20, attempt=2, at=50, loss=3.0))
     assert (made.step, made.curves["loss"].means()) == (20, [9.0, 3.0])
 
 
 def test_the_rate_is_that_of_the_newest_intervals_of_this_attempt() -> None:
-    made = digest(trained(10, at=0))
+    made = progress(trained(10, at=0))
     assert made.steps_per_s == pytest.approx(2.0), "10 steps in 5 s"
-    made = digest(*(trained(step, at=step) for step in range(10, 500, 10)))
+    made = progress(*(trained(step, at=step) for step in range(10, 500, 10)))
     assert made.steps_per_s == pytest.approx(1.0)
     for step in range(500, 1000, 10):
-        made.add(trained(step, at=490 + (step - 490) / 4))
+        add(made, trained(step, at=490 + (step - 490) / 4))
     assert made.steps_per_s == pytest.approx(4.0)
-    made.add(event("run_started", 990, attempt=2, at=10_000))
-    made.add(trained(1000, attempt=2, at=10_001))
+    add(made, event("run_started", 990, attempt=2, at=10_000))
+    add(made, trained(1000, attempt=2, at=10_001))
     assert made.steps_per_s == pytest.approx(2.0)
 
 
@@ -57,22 +66,22 @@ def test_findings_stand_until_they_are_cleared_or_the_attempt_ends() -> None:
     def found(state: str, rank: int, attempt: int = 1) -> dict[str, Any]:
         return event("straggler", 5, attempt, kind="rank", ranks=[rank], state=state, sentence=f"rank {rank} is slow")
 
-    made = digest(found("confirmed", 1), found("confirmed", 2), found("cleared", 1))
-    assert [each["ranks"] for each in made.findings.values()] == [[2]]
-    made.add(event("run_started", 3, attempt=2))
-    made.add(found("confirmed", 1))
+    made = progress(found("confirmed", 1), found("confirmed", 2), found("cleared", 1))
+    assert [each.ranks for each in made.findings.values()] == [(2,)]
+    add(made, event("run_started", 3, attempt=2))
+    add(made, found("confirmed", 1))
     assert not made.findings
 
 
 def test_a_hang_stands_until_a_step_is_made() -> None:
-    made = digest(trained(10), event("hang", 10, at=70, sentence="rank 1 does not move"))
+    made = progress(trained(10), event("hang", 10, at=70, sentence="rank 1 does not move"))
     assert made.hang is not None and made.warnings[-1].text == "rank 1 does not move"
-    made.add(trained(20, at=80))
+    add(made, trained(20, at=80))
     assert made.hang is None
 
 
 def test_warnings_are_the_newest() -> None:
-    made = digest(
+    made = progress(
         *(event("checkpoint_failed", step, error=f"disk full {step}") for step in range(100)),
         event("resumed", 3, attempt=2, rejected=[{"step": 7, "reason": "its checksum is wrong"}]),
     )
@@ -93,19 +102,19 @@ def test_a_curve_keeps_means_and_bounds() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_no_point() -> None:
-    made = digest(trained(10, loss=None), trained(20, loss=2.0))
+    made = progress(trained(10, loss=None), trained(20, loss=2.0))
     assert made.curves["loss"].means() == [2.0]
 
 
 def test_memory_does_not_grow_with_the_events() -> None:
-    made = digest(event("run_started", 0, total_steps=10**7))
+    made = progress(event("run_started", 0, total_steps=10**7))
 
     def feed(first: int, last: int) -> None:
         for step in range(first, last):
-            made.add(trained(step, at=step, loss=1 / step))
+            add(made, trained(step, at=step, loss=1 / step))
             if step % 100 == 0:
-                made.add(event("eval", step, metrics={"accuracy": 0.5}))
-                made.add(event("checkpoint_failed", step, error="full"))
+                add(made, event("eval", step, metrics={"accuracy": 0.5}))
+                add(made, event("checkpoint_failed", step, error="full"))
 
     feed(1, 20_000)
     tracemalloc.start()
@@ -118,14 +127,16 @@ def test_memory_does_not_grow_with_the_events() -> None:
 @pytest.mark.parametrize(
     ("attempts", "finished", "found"),
     [
-        ([], {}, "unknown"),
-        ([{"attempt": 1}], {}, "running"),
-        ([{"attempt": 2}], {"attempt": 1, "reason": "stop_requested"}, "running"),
-        ([{"attempt": 1}], {"attempt": 1, "reason": "completed"}, "completed"),
-        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue"}}], {}, "failed"),
-        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "stop"}}], {}, "stop"),
-        ([{"attempt": 1, "ended": 1.0}], {}, "unknown"),
+        ([], None, "unknown"),
+        ([{"attempt": 1}], None, "running"),
+        ([{"attempt": 2}], (1, "stop_requested"), "running"),
+        ([{"attempt": 1}], (1, "completed"), "completed"),
+        ([{"attempt": 1}], (1, "a reason of a newer version"), "unknown"),
+        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue"}}], None, "failed"),
+        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "stop"}}], None, "stop"),
+        ([{"attempt": 1, "ended": 1.0}], None, "unknown"),
     ],
 )
-def test_outcome(attempts: list[dict[str, Any]], finished: dict[str, Any], found: str) -> None:
-    assert outcome(attempts, {}, finished) == found
+def test_outcome(attempts: list[dict[str, Any]], finished: tuple[int, str] | None, found: str) -> None:
+    told = RunFinished(step=1, attempt=finished[0], reason=finished[1]) if finished else None
+    assert outcome([Attempt.from_json(entry) for entry in attempts], None, told) == found

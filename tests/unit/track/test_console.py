@@ -6,27 +6,20 @@ import io
 
 import pytest
 
+from hpctrain.run.events import CheckpointSaved, Eval, RunStarted, Train
 from hpctrain.track.console import BarConsole, PlainConsole, describe, duration, make_console, number
 
-STARTED = {
-    "event": "run_started",
-    "step": 0,
-    "ranks": 2,
-    "hosts": ["n1", "n2"],
-    "framework": "torch",
-    "reducer": "mpi",
-    "total_steps": 8,
-}
+STARTED = RunStarted(step=0, ranks=2, hosts=("n1", "n2"), framework="torch", reducer="mpi", total_steps=8)
 
 
-def train(step: int) -> dict[str, object]:
-    return {"event": "train", "step": step, "loss": 0.5, "lr": 1.0, "samples_per_s": 123.4, "total_steps": 8}
+def train(step: int) -> Train:
+    return Train(step=step, loss=0.5, lr=1.0, samples_per_s=123.4, total_steps=8)
 
 
 def test_a_batch_log_gets_plain_lines():
     stream = io.StringIO()
     console = make_console(0, stream)
-    for event in (STARTED, train(4), train(8), {"event": "eval", "step": 8, "metrics": {"accuracy": 0.9753}}):
+    for event in (STARTED, train(4), train(8), Eval(step=8, metrics={"accuracy": 0.9753})):
         console.event(event)
     console.close()
     lines = stream.getvalue().splitlines()
@@ -67,7 +60,7 @@ def test_a_terminal_gets_a_bar():
 def test_a_terminal_takes_names_as_they_are(name):
     stream = io.StringIO()
     console = make_console(100, stream)
-    console.event({"event": "eval", "step": 8, "metrics": {name: 0.5}})
+    console.event(Eval(step=8, metrics={name: 0.5}))
     assert f"{name} 0.5" in stream.getvalue()
 
 
@@ -89,13 +82,13 @@ def test_numbers_read_well():
 
 
 def test_events_that_say_nothing_to_a_person_give_no_line():
-    assert describe({"event": "checkpoint_saved", "step": 1}) == ""
+    assert describe(CheckpointSaved(step=1)) == ""
 
 
 def test_a_name_that_the_encoding_lacks_does_not_silence_the_log():
     raw = io.BytesIO()
     console = PlainConsole(io.TextIOWrapper(raw, encoding="latin-1"))
-    console.event({"event": "eval", "step": 1, "metrics": {"\u0442\u043e\u0447\u043d\u043e\u0441\u0442\u044c": 0.5}})
-    console.event({"event": "eval", "step": 2, "metrics": {"loss": 0.25}})
+    console.event(Eval(step=1, metrics={"\u0442\u043e\u0447\u043d\u043e\u0441\u0442\u044c": 0.5}))
+    console.event(Eval(step=2, metrics={"loss": 0.25}))
     assert raw.getvalue().startswith(b"step 1  validation: \\u0442")
     assert raw.getvalue().endswith(b"step 2  validation: loss 0.25\n")

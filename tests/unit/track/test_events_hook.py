@@ -8,15 +8,14 @@ import posixpath
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpctrain.run.event_writer import EventWriter
-from hpctrain.run.events import decode, encode
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import Eval, Event, RunStarted, decode, encode
 from hpctrain.run.folder import RunDir
 from hpctrain.track import mlflow_follower
 from hpctrain.track.events_hook import EventsHook
@@ -27,9 +26,9 @@ from hpctrain.train.clock import IntervalClock
 
 class Recorder:
     def __init__(self) -> None:
-        self.events: list[Mapping[str, Any]] = []
+        self.events: list[Event] = []
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -44,15 +43,11 @@ def test_sinks_get_the_event_that_is_in_the_file(tmp_path: Path) -> None:
     hook.has_started = True
     hook.after_eval(trainer, {"accuracy": 0.5})
     assert sink.events == decode(path.read_bytes())
-    assert sink.events[0]["metrics"] == {"accuracy": 0.5}
+    assert isinstance(sink.events[0], Eval) and sink.events[0].metrics == {"accuracy": 0.5}
 
 
-def events() -> list[dict[str, Any]]:
-    common = {"time": 1.0, "attempt": 1}
-    return [
-        {**common, "event": "run_started", "step": 0},
-        *({**common, "event": "eval", "step": step, "metrics": {"acc@5": 0.5, "loss": 1.0}} for step in range(1, 9)),
-    ]
+def events() -> list[Event]:
+    return [RunStarted(step=0), *(Eval(step=step, metrics={"acc@5": 0.5, "loss": 1.0}) for step in range(1, 9))]
 
 
 def test_a_full_disk_costs_the_scalars_and_not_the_run(tmp_path: Path) -> None:
@@ -61,15 +56,15 @@ def test_a_full_disk_costs_the_scalars_and_not_the_run(tmp_path: Path) -> None:
     code = """
 import resource, sys, time
 from pathlib import Path
+from hpctrain.run.events import Eval
 from hpctrain.track.tensorboard import TensorBoardSink
 sink = TensorBoardSink(Path(sys.argv[1]))
-event = {"event": "eval", "time": 1.0, "attempt": 1, "step": 1, "metrics": {"loss": 1.0}}
-sink.event(event)
+sink.event(Eval(step=1, metrics={"loss": 1.0}))
 time.sleep(0.3)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 sys.modules["hpctrain.track.tensorboard"].CLOSE_S = 0.5
 for step in range(500):
-    sink.event({**event, "step": step})
+    sink.event(Eval(step=step, metrics={"loss": 1.0}))
 sink.close()
 print("on")
 """

@@ -16,14 +16,16 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
-from hpctrain.run.progress import Digest
+from hpctrain.run.progress import Progress
+from hpctrain.run.snapshot import LiveWindow, RunSnapshot
 from hpctrain.run.standing import Life, Word
 from hpctrain.run.verdict import failed_with
+from hpctrain.run.view import RunView
 from hpctrain.watch.screen import ASCII, clean, draw, sparkline
 from hpctrain.watch.source import Source
-from hpctrain.watch.view import Found, View, make
-from tests.unit.run.test_file_tail import bytes_read_by_this_process
-from tests.unit.run.test_progress import digest, event, trained
+from hpctrain.watch.view import View, make
+from tests.unit.run.test_growing_file import bytes_read_by_this_process
+from tests.unit.run.test_progress import add, event, progress, trained
 
 NOW = 1000.0
 HERE = Life(lives=True, sure=True, name="process 7 on n1")
@@ -40,8 +42,8 @@ def job(word: str, left: str = "1:00") -> QueueEntry:
     return QueueEntry("12", word, "Priority" if word == "PENDING" else "", "0:10", left, "2:00", "n1", "")
 
 
-def running() -> Digest:
-    return digest(
+def running() -> Progress:
+    return progress(
         event("run_started", 0, at=NOW - 101, ranks=2, hosts=["n1", "n2"], framework="torch", reducer="mpi",
               total_steps=100),
         *({**trained(step, at=NOW - 101 + step, loss=10 / step), "samples_per_s": 64.0, "epoch": step // 25}
@@ -63,9 +65,15 @@ def live(ranks: int, most: int = 64) -> dict[str, Any]:
 
 
 def view(**changes: Any) -> View:
-    found = Found(Path("/runs/wave"), {"name": "wave", "train": {"epochs": 4}}, {"attempts": [attempt()]}, running(),
-                  live(2), HERE)  # fmt: skip
-    return make(replace(found, **changes), NOW)
+    config = {"name": "wave", "train": {"epochs": 4}}
+    window = LiveWindow.from_json(live(2))
+    found = RunSnapshot(Path("/runs/wave"), "id", config, typed(attempt()), running(), HERE, window)
+    job, age = changes.pop("job", None), changes.pop("job_age_s", 0.0)
+    return make(replace(found, **changes), NOW, job, age)
+
+
+def typed(*entries: dict[str, Any]) -> tuple[Attempt, ...]:
+    return tuple(map(Attempt.from_json, entries))
 
 
 def text(shown: View, width: int = 100, height: int = 40) -> str:
@@ -75,11 +83,11 @@ def text(shown: View, width: int = 100, height: int = 40) -> str:
 @pytest.mark.parametrize(
     ("attempts", "events", "life", "entry", "word", "is_over"),
     [
-        ([], digest(), None, None, Word.NOT_STARTED, False),
-        ([], digest(), None, job("PENDING"), Word.PENDING, False),
-        ([], digest(), None, job("RUNNING"), Word.RUNNING, False),
-        ([], digest(), None, job("FAILED"), Word.UNKNOWN, True),
-        ([attempt()], digest(), HERE, None, Word.RUNNING, False),
+        ([], progress(), None, None, Word.NOT_STARTED, False),
+        ([], progress(), None, job("PENDING"), Word.PENDING, False),
+        ([], progress(), None, job("RUNNING"), Word.RUNNING, False),
+        ([], progress(), None, job("FAILED"), Word.UNKNOWN, True),
+        ([attempt()], progress(), HERE, None, Word.RUNNING, False),
         ([attempt()], running(), None, job("RUNNING"), Word.RUNNING, False),
         ([attempt()], running(), replace(HERE, lives=False), None, Word.UNKNOWN, True),
         ([attempt()], running(), Life(False, False, "process 7 on n1"), None, Word.UNKNOWN, False),
@@ -96,17 +104,17 @@ def text(shown: View, width: int = 100, height: int = 40) -> str:
         ([attempt(1, 5.0, KILLED, job_id="12")], running(), None, None, Word.UNKNOWN, False),
         ([attempt(1, 5.0, {"action": "stop", "exit_code": 75})], running(), None, None, Word.STOPPED, True),
         ([attempt(1, 5.0, None)], running(), None, None, Word.UNKNOWN, True),
-        ([], digest(trained(9), event("run_finished", 9, reason="completed")), None, None, Word.FINISHED, True),
-        ([attempt()], digest(event("run_finished", 9, reason="completed")), HERE, None, Word.RUNNING, False),
-        ([attempt()], digest(event("run_finished", 9, reason="completed")), None, None, Word.FINISHED, True),
+        ([], progress(trained(9), event("run_finished", 9, reason="completed")), None, None, Word.FINISHED, True),
+        ([attempt()], progress(event("run_finished", 9, reason="completed")), HERE, None, Word.RUNNING, False),
+        ([attempt()], progress(event("run_finished", 9, reason="completed")), None, None, Word.FINISHED, True),
         ([], running(), None, None, Word.RUNNING, False),
-        ([], digest(trained(9)), None, None, Word.UNKNOWN, True),
+        ([], progress(trained(9)), None, None, Word.UNKNOWN, True),
     ],
 )
 def test_how_a_run_stands(
-    attempts: list[Any], events: Digest, life: Life | None, entry: QueueEntry | None, word: Word, is_over: bool
+    attempts: list[Any], events: Progress, life: Life | None, entry: QueueEntry | None, word: Word, is_over: bool
 ) -> None:
-    found = standing.of_run(attempts, events, life, entry, NOW)
+    found = standing.of_run(typed(*attempts), events, life, entry, NOW)
     assert (found.word, found.is_over) == (word, is_over)
     assert found.why or found.word in (Word.NOT_STARTED, Word.RUNNING, Word.STOPPED)
 
@@ -133,7 +141,7 @@ def test_the_view_of_a_running_run() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 12)])
 def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: int) -> None:
-    made = view(live=live(1024), info={"attempts": [{**attempt(), "ranks": 1024}]})
+    made = view(live=LiveWindow.from_json(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))
     lines = draw(made, width, height)
     assert len(lines) <= height and max(line.cell_len for line in lines) <= width
     bars = [int(line.plain.split()[0]) for line in lines if "node" in line.plain and "█" in line.plain]
@@ -143,15 +151,15 @@ def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: i
 
 
 def test_a_plain_command_runs_without_events() -> None:
-    made = view(digest=Digest(), config={"launch": {"command": ["true"]}})
+    made = view(progress=Progress(), config={"launch": {"command": ["true"]}})
     assert made.state == standing.State(Word.RUNNING)
 
 
 def test_verdicts_and_failures_are_sentences() -> None:
     slow = "rank 1 on n2 is 24% slower than its peers: reading data, costs 19% of the run"
-    shown = text(view(live={**live(2), "verdicts": [slow]}), width=60)
+    shown = text(view(live=LiveWindow.from_json({**live(2), "verdicts": [slow]})), width=60)
     assert slow.split(":")[0] in shown and "nothing stands out" not in shown
-    made = view(info={"attempts": [attempt(1, 5.0, KILLED), attempt(2, restarts=1)]})
+    made = view(attempts=typed(attempt(1, 5.0, KILLED), attempt(2, restarts=1)))
     shown = text(made)
     assert "attempt 2  1 requeue" in shown and "rank 1 on n2 was killed (see the rank's log)" in shown
     assert "█" not in shown.split("time of a step")[1], "the last window is that of another attempt"
@@ -159,19 +167,19 @@ def test_verdicts_and_failures_are_sentences() -> None:
 
 def test_what_the_monitor_confirmed_stays_when_the_run_has_ended() -> None:
     events = running()
-    events.add(event("straggler", 40, kind="rank", ranks=[1], state="confirmed", sentence="rank 1 is slow"))
-    made = view(digest=events, info={"attempts": [attempt(1, 5.0, DONE)]}, life=None)
+    add(events, event("straggler", 40, kind="rank", ranks=[1], state="confirmed", sentence="rank 1 is slow"))
+    made = view(progress=events, attempts=typed(attempt(1, 5.0, DONE)), life=None)
     assert made.verdicts == ("rank 1 is slow",)
 
 
 def test_without_anything_the_view_says_so() -> None:
-    made = make(Found(Path("/runs/wave"), {}, {}, Digest(), {}), NOW)
+    made = make(RunSnapshot(Path("/runs/wave"), None, {}, (), Progress()), NOW)
     assert text(made) == "wave  not started"
     json.dumps(made.plain())
 
 
 def test_checkpoints_are_known_from_the_attempts_where_events_are_lost() -> None:
-    made = make(Found(Path("x"), {}, {"attempts": [attempt(1, 5.0, KILLED, to_step=40)]}, Digest(), {}), NOW)
+    made = make(RunSnapshot(Path("x"), None, {}, typed(attempt(1, 5.0, KILLED, to_step=40)), Progress()), NOW)
     assert made.checkpoint is not None and made.checkpoint.step == 40
     assert "checkpoint          step 40" in text(made)
 
@@ -211,7 +219,7 @@ def everything(folder: Path) -> dict[str, tuple[int, ...]]:
 def test_looking_reads_what_is_new_and_writes_nothing(folder: RunDir) -> None:
     for path in (folder.path, *folder.path.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before, source = everything(folder.path), Source(folder)
+    before, source = everything(folder.path), Source(RunView(folder.path))
     began = bytes_read_by_this_process()
     first = source.look(whole=True)
     assert first.state.word is Word.RUNNING and first.step == 4999
@@ -227,7 +235,7 @@ def test_looking_reads_what_is_new_and_writes_nothing(folder: RunDir) -> None:
 
 
 def test_a_run_that_is_being_torn_down_while_it_is_watched(folder: RunDir) -> None:
-    source = Source(folder)
+    source = Source(RunView(folder.path))
     source.look()
     folder.run_json.write_text('{"attempts": [')
     with open(folder.events, "a") as file:
@@ -243,7 +251,7 @@ def test_a_run_that_is_being_torn_down_while_it_is_watched(folder: RunDir) -> No
 
 def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    source = Source(run)
+    source = Source(RunView(run.path))
     assert source.look().state.word is Word.NOT_STARTED
     run.create()
     lock = live_lock.LiveLock(run, live_lock.myself())
@@ -261,8 +269,8 @@ def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
 def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(folder: RunDir) -> None:
     holder = json.loads(folder.lock_file.read_text())
     folder.lock_file.write_text(json.dumps({**holder, "machine": "another"}))
-    source = Source(folder)
+    source = Source(RunView(folder.path))
     assert source.look().state.word is Word.RUNNING
     os.utime(folder.lock_file, (1.0, 1.0))
-    late = Source(folder).look().state
+    late = Source(RunView(folder.path)).look().state
     assert (late.word, late.is_over) == (Word.UNKNOWN, False) and "no sign of life" in late.why

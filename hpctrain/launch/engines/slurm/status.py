@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.submission import submissions
-from hpctrain.run.attempts import Attempts
-from hpctrain.run.event_follower import Following
+from hpctrain.run import Attempt, RunSnapshot, RunView
+from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE, QueueEntry
-from hpctrain.run.progress import Digest, finding
-from hpctrain.run.stop_request import requested_stop
 from hpctrain.system import foreign_text
 
 UNKNOWN = "UNKNOWN"
@@ -117,47 +115,34 @@ def newest(jobs: Sequence[str], entries: Mapping[str, QueueEntry]) -> QueueEntry
 
 def progress_of(run: RunDir) -> Progress:
     """What the run folder knows now."""
-    following = Following(run)
-    digest = following.catch_up()
-    asked = requested_stop(run)
-    found = progress(
-        digest, Attempts(run).info(), run.newest_checkpoint_step(), asked.by if asked else None, time.time()
-    )
-    return replace(found, left_out=following.decoder.note or None)
+    return progress(RunView(run.path).snapshot(), time.time())
 
 
-def progress(
-    digest: Digest,
-    info: Mapping[str, Any],
-    checkpoint: int | None,
-    stop_by: str | None,
-    now: float,
-) -> Progress:
-    """What events and run.json say; pure."""
-    attempts = info.get("attempts", [])
-    train = digest.newest.get("train", {})
-    step, steps, rate = digest.step, digest.total_steps, digest.steps_per_s
-    left = (steps - step) / rate if steps and step is not None and rate else None
-    slow = list(digest.findings.values())
+def progress(found: RunSnapshot, now: float) -> Progress:
+    """What the run folder knows; pure."""
+    newest, made = found.newest, found.progress
+    train = made.newest(Train) or Train(step=0)
+    slow = list(made.findings.values())
     return Progress(
-        attempt=attempts[-1]["attempt"] if attempts else None,
-        step=step,
-        steps=steps,
-        checkpoint=checkpoint,
-        loss=train.get("loss"),
-        samples_per_s=train.get("samples_per_s"),
-        left_s=left,
-        silent_s=now - digest.last_time if digest.last_time is not None else None,
-        straggler=finding(slow[-1]) if slow else None,
-        ended=_ending(attempts[-1]) if attempts else None,
-        stop_requested_by=stop_by,
+        attempt=newest.number if newest else None,
+        step=made.step,
+        steps=made.total_steps,
+        checkpoint=found.checkpoint_step,
+        loss=train.loss,
+        samples_per_s=train.samples_per_s,
+        left_s=made.left_s,
+        silent_s=now - made.last_time if made.last_time is not None else None,
+        straggler=slow[-1].text if slow else None,
+        ended=_ending(newest) if newest else None,
+        stop_requested_by=found.stop_requested_by,
+        left_out=found.left_out or None,
     )
 
 
-def _ending(attempt: Mapping[str, Any]) -> str | None:
-    if "ended" not in attempt:
+def _ending(attempt: Attempt) -> str | None:
+    if attempt.ended is None:
         return None
-    return str(dict(attempt.get("verdict") or {}).get("reason") or "ended")
+    return (attempt.verdict.reason if attempt.verdict else "") or "ended"
 
 
 def lines(statuses: Sequence[RunStatus]) -> list[str]:
@@ -191,7 +176,7 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         if made.stop_requested_by:
             text.append(f"  asked to stop by {made.stop_requested_by}")
         if made.left_out:
-            text.append(f"  events.jsonl: {made.left_out}")
+            text.append(f"  events: {made.left_out}")
     return [indent(each) for each in text]
 
 

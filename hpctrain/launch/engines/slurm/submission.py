@@ -20,8 +20,10 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
+from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE, QueueEntry
+from hpctrain.run.view import RunView
 from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes, write_atomically
 from hpctrain.system.json_shape import fits, is_count, is_time
@@ -63,32 +65,6 @@ class Submitted:
     """Job that this one goes on for, without the hosts that the monitor excludes."""
 
 
-def open_run(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
-    """The configuration and folder behind a run file or a run folder."""
-    path = Path(target)
-    config = load(path / "run.yaml" if path.is_dir() else path, overrides)
-    return config, RunDir(path.absolute()) if path.is_dir() and not config.run_dir else RunDir.for_config(config)
-
-
-def folder(target: str) -> RunDir:
-    """The run folder behind a run file or a run folder; for looking on, its run file need not be valid."""
-    return RunDir(Path(target).absolute()) if Path(target).is_dir() else open_run(target)[1]
-
-
-def runs(target: str) -> list[RunDir]:
-    """The run, or the elements of an array."""
-    run = folder(target)
-    if not run.path.is_dir():
-        raise UserError(f"there is no run folder {run.path}", "submit the run first, or give its folder")
-    return elements_of(run) or [run]
-
-
-def elements_of(array: RunDir) -> list[RunDir]:
-    """The runs of an array, by index; none where this is the folder of one run."""
-    found = [path.parent for path in array.path.glob("*/run.yaml") if path.parent.name.isdigit()]
-    return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name))]
-
-
 def plan(
     config: Config, run: RunDir, array: Sequence[Sequence[str]] = (), at_once: int | None = None, chain: int = 1
 ) -> Plan:
@@ -126,11 +102,10 @@ def portable(config: Config) -> str:
 
 def signal_s(config: Config, run: RunDir) -> int:
     """The stop signal's lead, from what earlier attempts of this run measured."""
-    events = run.read_events() if run.events.exists() else []
-    trained = [event for event in events if event["event"] == "train" and event.get("steps")]
-    steps = [sum(filter(None, event.get("seconds", {}).values())) / event["steps"] for event in trained]
-    saved = [event for event in events if event["event"] == "checkpoint_saved"]
-    saves = [event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in saved]
+    events = RunView(run.path).events()
+    steps = [sum(event.seconds_per_step().values()) for event in events if isinstance(event, Train) and event.steps]
+    saved = [event for event in events if isinstance(event, CheckpointSaved)]
+    saves = [(event.stall_s or 0.0) + (event.write_s or 0.0) for event in saved]
     return signal_seconds(config.launch, max(steps, default=None), max(saves, default=None))
 
 

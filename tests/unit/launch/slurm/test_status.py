@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.commands import slurm_end, slurm_status
-from hpctrain.errors import Code, ExitCode, RunFailed, UserError
-from hpctrain.launch.engines.slurm import client, logs, status, submission
+from hpctrain.errors import ExitCode, RunFailed, UserError
+from hpctrain.launch.engines.slurm import client, status, submission
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
-from hpctrain.run.progress import Digest
-from hpctrain.run.verdict import Action, Verdict, failed_with
+from hpctrain.run.progress import Progress
+from hpctrain.run.snapshot import RunSnapshot
 
 
 def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -26,11 +28,11 @@ def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, A
     return {"event": name, "step": step, "time": time, "attempt": 1, **fields}
 
 
-def digest(*events: dict[str, Any]) -> Digest:
-    made = Digest()
-    for each in events:
+def found(*events: dict[str, Any], attempts: Sequence[dict[str, Any]] = (), **fields: Any) -> RunSnapshot:
+    made = Progress()
+    for each in decode("\n".join(map(json.dumps, events)).encode()):
         made.add(each)
-    return made
+    return RunSnapshot(Path("run"), "id", {}, tuple(map(Attempt.from_json, attempts)), made, **fields)
 
 
 TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, seconds={"forward": 1.0, "backward": 4.0})
@@ -38,21 +40,21 @@ STARTED = event("run_started", 0, 0.0, total_steps=100)
 
 
 def test_progress_from_events() -> None:
-    made = status.progress(digest(STARTED, TRAIN), {"attempts": [{"attempt": 1}]}, 24, None, 107.0)
+    made = status.progress(found(STARTED, TRAIN, attempts=[{"attempt": 1}], checkpoint_step=24), 107.0)
     assert (made.attempt, made.step, made.steps, made.checkpoint, made.silent_s) == (1, 30, 100, 24, 7.0)
     assert made.left_s == pytest.approx(35.0), "70 steps at 2 steps a second"
     assert made.ended is None
 
 
 def test_an_empty_folder_is_no_error() -> None:
-    made = status.progress(digest(), {}, None, None, 0.0)
+    made = status.progress(found(), 0.0)
     assert (made.attempt, made.step, made.left_s) == (None, None, None)
     assert status.lines([status.RunStatus("r", None, "not submitted", "", "", "", "", made)])[1] == "  not submitted"
 
 
 def test_the_end_is_in_the_verdicts_words() -> None:
-    info = {"attempts": [{"attempt": 2, "ended": 5.0, "verdict": {"reason": "rank 3 on n2 was killed"}}]}
-    made = status.progress(digest(TRAIN), info, None, None, 0.0)
+    verdict = {"action": "requeue", "exit_code": 70, "reason": "rank 3 on n2 was killed"}
+    made = status.progress(found(TRAIN, attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), 0.0)
     assert made.ended == "rank 3 on n2 was killed"
     text = "\n".join(status.lines([status.RunStatus("r", "7", "FAILED", "", "n1", "", "", made)]))
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
@@ -154,84 +156,6 @@ def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, capsys: pytest.Capture
     assert main(["resume", "--dry-run", str(tmp_path / "0")]) == 0
 
 
-def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
-    for name in (
-        "7-1-0.out",
-        "7-1-10.out",
-        "7-1-2.out",
-        "7-2-0.out",
-        "7-2-launcher.out",
-        "slurm-7.out",
-        "12_3-1-0.out",
-        "x.txt",
-    ):
-        (run.logs / name).write_text("")
-    assert [(log.job, log.rank) for log in logs.find(run, attempt=1)] == [
-        ("7", "job"), ("12_3", "0"), ("7", "0"), ("7", "2"), ("7", "10"),
-    ]  # fmt: skip
-    assert [log.path.name for log in logs.find(run)] == ["slurm-7.out", "7-2-0.out", "7-2-launcher.out"]
-    assert [log.path.name for log in logs.find(run, rank="10")] == ["7-1-10.out"]
-
-
-def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path: Path) -> None:
-    for name in ("logs/slurm-7_1.out", "logs/slurm-7_11.out", "1/logs/7-1-0.out"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    found = logs.find(RunDir(tmp_path / "1"))
-    assert [(log.job, log.rank) for log in found] == [("7_1", "job"), ("7", "0")]
-
-
-def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Path) -> None:
-    import os
-
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
-    for name, text, when in (
-        ("7-1-0.out", "fine\nRuntimeError: connection lost\n", 20),
-        ("7-1-3.out", "fine\nTraceback (most recent call last):\nValueError: boom\n", 10),
-        ("7-1-1.out", "fine\n", 5),
-        ("slurm-7.out", "hpctrain: rank 3 failed\n", 1),
-    ):
-        (run.logs / name).write_text(text)
-        os.utime(run.logs / name, (when, when))
-    found = logs.first_error(run, logs.find(run))
-    assert found is not None
-    assert found[0].rank == "3" and found[1].startswith("Traceback") and "boom" in found[1]
-    assert logs.first_error(run, logs.find(run, rank="1")) is None
-
-
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        ("hpctrain: attempt 1: 4 ranks on n[1-2] with srun", None),
-        ("hpctrain: stopped by signal SIGUSR1 at step 9\n  fix: the same command resumes it\nhpctrain: requeued", None),
-        ("hpctrain: attempt 1: 2 ranks\nhpctrain: no data\n  fix: give some", "hpctrain: no data"),
-        ("hpctrain: n2 was lost\n  fix: the same command resumes it\n  logs: /r/logs", "hpctrain: n2 was lost"),
-        ("hpctrain: rank 0 died\n  logs: /r/logs", "hpctrain: rank 0 died"),
-        ("hpctrain: line 9 of the job script failed: false\n  fix: see above", "hpctrain: line 9"),
-        ("hpctrain: stopped by USR1 at step 9\n  fix: the same command resumes it", "hpctrain: stopped by USR1"),
-    ],
-)
-def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said: str, found: str | None) -> None:
-    run = RunDir(tmp_path)
-    run.create()
-    attempts = Attempts(run)
-    stopped = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9", code=Code.TIME_LIMIT)
-    attempts.end(attempts.begin(Attempt(job="7")), stopped, [])
-    attempts.end(attempts.begin(Attempt(job="7")), failed_with(Code.NODE, "n2 was lost", "resume it"), [])
-    (run.logs / "slurm-7.out").write_text(f"{said}\n")
-    error = logs.first_error(run, logs.find(run))
-    assert error is None if found is None else error is not None and error[1].startswith(found)
-
-
-def test_following_ends_with_the_job(tmp_path: Path) -> None:
-    path, states = tmp_path / "log", iter([False, False, True, True])
-    path.write_text("one\n")
-    assert "".join(logs.follow(path, lambda: next(states), pause_s=0, ask_s=0)) == "one\n"
-
-
 def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lock = LiveLock(run, myself())
@@ -251,15 +175,3 @@ def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch
     assert submission.goes_on(run) and not slurm_status.is_over(run)
     monkeypatch.setattr(client, "queue", lambda ids: [])
     assert not submission.goes_on(run) and slurm_status.is_over(run)
-
-
-def test_following_asks_slurm_seldom(tmp_path: Path) -> None:
-    asked: list[bool] = []
-
-    def over() -> bool:
-        asked.append(len(asked) > 1)
-        return asked[-1]
-
-    begin = time.monotonic()
-    assert list(logs.follow(tmp_path / "log", over, pause_s=0.001, ask_s=0.1)) == []
-    assert len(asked) == 3 and time.monotonic() - begin >= 0.2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import UserError
-from hpctrain.run.file_tail import JsonFile, Tail
+from hpctrain.run.growing_file import JsonFile, Tail
 
 
 def bytes_read_by_this_process() -> int:
@@ -88,7 +88,7 @@ def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("hpctrain.run.file_tail.os.open", refuse)  # root may read anything
+    monkeypatch.setattr("hpctrain.run.growing_file.os.open", refuse)  # root may read anything
     with pytest.raises(UserError, match="may not be read: Permission denied"):
         Tail(tmp_path / "events.jsonl").lines()
 

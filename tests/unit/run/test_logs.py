@@ -1,0 +1,104 @@
+"""Logs of a run: which there are, which shows the first error, and following one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import Code, ExitCode
+from hpctrain.run import logs
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.verdict import Action, Verdict, failed_with
+
+
+def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    for name in (
+        "7-1-0.out",
+        "7-1-10.out",
+        "7-1-2.out",
+        "7-2-0.out",
+        "7-2-launcher.out",
+        "slurm-7.out",
+        "12_3-1-0.out",
+        "x.txt",
+    ):
+        (run.logs / name).write_text("")
+    assert [(log.job, log.rank) for log in logs.find(run, attempt=1)] == [
+        ("7", "job"), ("12_3", "0"), ("7", "0"), ("7", "2"), ("7", "10"),
+    ]  # fmt: skip
+    assert [log.path.name for log in logs.find(run)] == ["slurm-7.out", "7-2-0.out", "7-2-launcher.out"]
+    assert [log.path.name for log in logs.find(run, rank="10")] == ["7-1-10.out"]
+
+
+def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path: Path) -> None:
+    for name in ("logs/slurm-7_1.out", "logs/slurm-7_11.out", "1/logs/7-1-0.out"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = logs.find(RunDir(tmp_path / "1"))
+    assert [(log.job, log.rank) for log in found] == [("7_1", "job"), ("7", "0")]
+
+
+def test_the_first_error_is_that_of_the_log_that_fell_silent_first(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    for name, text, when in (
+        ("7-1-0.out", "fine\nRuntimeError: connection lost\n", 20),
+        ("7-1-3.out", "fine\nTraceback (most recent call last):\nValueError: boom\n", 10),
+        ("7-1-1.out", "fine\n", 5),
+        ("slurm-7.out", "hpctrain: rank 3 failed\n", 1),
+    ):
+        (run.logs / name).write_text(text)
+        os.utime(run.logs / name, (when, when))
+    found = logs.first_error(run, logs.find(run))
+    assert found is not None
+    assert found[0].rank == "3" and found[1].startswith("Traceback") and "boom" in found[1]
+    assert logs.first_error(run, logs.find(run, rank="1")) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("hpctrain: attempt 1: 4 ranks on n[1-2] with srun", None),
+        ("hpctrain: stopped by signal SIGUSR1 at step 9\n  fix: the same command resumes it\nhpctrain: requeued", None),
+        ("hpctrain: attempt 1: 2 ranks\nhpctrain: no data\n  fix: give some", "hpctrain: no data"),
+        ("hpctrain: n2 was lost\n  fix: the same command resumes it\n  logs: /r/logs", "hpctrain: n2 was lost"),
+        ("hpctrain: rank 0 died\n  logs: /r/logs", "hpctrain: rank 0 died"),
+        ("hpctrain: line 9 of the job script failed: false\n  fix: see above", "hpctrain: line 9"),
+        ("hpctrain: stopped by USR1 at step 9\n  fix: the same command resumes it", "hpctrain: stopped by USR1"),
+    ],
+)
+def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said: str, found: str | None) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    attempts = Attempts(run)
+    stopped = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9", code=Code.TIME_LIMIT)
+    attempts.end(attempts.begin(Attempt(job="7")), stopped, [])
+    attempts.end(attempts.begin(Attempt(job="7")), failed_with(Code.NODE, "n2 was lost", "resume it"), [])
+    (run.logs / "slurm-7.out").write_text(f"{said}\n")
+    error = logs.first_error(run, logs.find(run))
+    assert error is None if found is None else error is not None and error[1].startswith(found)
+
+
+def test_following_ends_with_the_job(tmp_path: Path) -> None:
+    path, states = tmp_path / "log", iter([False, False, True, True])
+    path.write_text("one\n")
+    assert "".join(logs.follow(path, lambda: next(states), pause_s=0, ask_s=0)) == "one\n"
+
+
+def test_following_asks_slurm_seldom(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def over() -> bool:
+        asked.append(len(asked) > 1)
+        return asked[-1]
+
+    begin = time.monotonic()
+    assert list(logs.follow(tmp_path / "log", over, pause_s=0.001, ask_s=0.1)) == []
+    assert len(asked) == 3 and time.monotonic() - begin >= 0.2
