@@ -12,6 +12,7 @@ BENCHMARKS = {
     "data": "samples per second, and whether prefetch hides the reading",
     "checkpoint": "stall, write and read of a checkpoint beside raw writes, torch.save and DCP",
     "scaling": "a run at several sizes: efficiency, where time goes, how many nodes are worth it",
+    "simulate": "what very many ranks cost the processes that deal with all of them, and how that grows",
     "straggler": "recall, precision and latency of the monitor on replayed slow-downs",
 }
 

@@ -50,22 +50,25 @@ class WordReader:
         most = self.bytes_read + READ_BYTES_A_LOOK
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name.endswith(".json") and self.bytes_read < most:
-                    self._look_at(entry)
+                if not entry.name.endswith(".json"):
+                    continue
+                try:
+                    status = entry.stat()
+                except OSError:
+                    continue
+                stamp = status.st_mtime_ns, status.st_size
+                seen = self.seen.get(entry.name)
+                if (seen is None or seen.stamp != stamp) and self.bytes_read < most:
+                    self._take(entry, stamp)
         words = [seen.word for seen in self.seen.values()]
         return sorted(words, key=lambda word: (word.rank is None, word.rank or 0))
 
-    def _look_at(self, entry: os.DirEntry[str]) -> None:
-        """Reads a file unless it is as it was. What cannot be read now keeps its earlier word."""
+    def _take(self, entry: os.DirEntry[str], stamp: Stamp) -> None:
+        """Reads a file. What cannot be read now keeps its earlier word."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            status = entry.stat()
-            stamp = status.st_mtime_ns, status.st_size
-            seen = self.seen.get(entry.name)
-            if seen is not None and seen.stamp == stamp:
-                return
             saved = self._read(Path(entry.path))
             if is_word(saved):
-                settled = time.time() - status.st_mtime > SETTLED_S
+                settled = time.time() - stamp[0] / 1e9 > SETTLED_S
                 self.seen[entry.name] = Seen(stamp if settled else None, LastWord.from_json(saved))
 
     def _read(self, path: Path) -> Any:

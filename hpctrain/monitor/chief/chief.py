@@ -14,7 +14,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.exclude import Exclusion, exclude, is_the_hosts_own
-from hpctrain.monitor.chief.finding import Kind, State, Verdict
+from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
 from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
@@ -221,7 +221,7 @@ class Chief:
             if kind in (Kind.RANK, Kind.HOST) and not self.judge.accused.confirmed[list(ranks)].any():
                 del self.active[kind, ranks]
 
-    def with_evidence(self, verdict: Verdict) -> Verdict:
+    def with_evidence(self, verdict: Finding) -> Finding:
         """Adds what the counters of the named ranks' hosts say."""
         keys = [f"rank {rank}" for rank in verdict.ranks[:8]]
         keys += sorted({f"node {self.nodes[rank]}" for rank in verdict.ranks[:8]})
@@ -236,7 +236,7 @@ class Chief:
         ]
         return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
 
-    def tell(self, verdict: Verdict) -> None:
+    def tell(self, verdict: Finding) -> None:
         """Log, event, live view, and the exclusion list."""
         text = sentence.of_verdict(verdict)
         key = verdict.kind, verdict.ranks if verdict.kind in (Kind.RANK, Kind.PAUSES, Kind.HOST) else ()

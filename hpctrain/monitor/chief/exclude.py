@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.monitor.chief.cause import COMPUTE
-from hpctrain.monitor.chief.finding import Kind, State, Verdict
+from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.system import safe_read
 from hpctrain.system.files import write_atomically
 from hpctrain.system.json_shape import fits, is_count, is_time
@@ -55,7 +55,7 @@ def exclude(folder: Path, new: Exclusion, now: float) -> bool:
     return True
 
 
-def is_the_hosts_own(verdict: Verdict, hosts: Sequence[str]) -> bool:
+def is_the_hosts_own(verdict: Finding, hosts: Sequence[str]) -> bool:
     """Slowness that another host would cure: confirmed, in computing, on all its ranks, seen by its counters."""
     return (
         verdict.state is State.CONFIRMED

@@ -44,7 +44,7 @@ class State(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Finding:
     """One finding about a window of steps."""
 
     kind: Kind

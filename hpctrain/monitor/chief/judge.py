@@ -13,7 +13,7 @@ from hpctrain.monitor.chief import statistics
 from hpctrain.monitor.chief.accused import Accused
 from hpctrain.monitor.chief.baseline import Baseline
 from hpctrain.monitor.chief.cause import NETWORK, cause_of
-from hpctrain.monitor.chief.finding import Change, Hysteresis, Kind, State, Verdict
+from hpctrain.monitor.chief.finding import Change, Finding, Hysteresis, Kind, State
 from hpctrain.monitor.chief.pauses import RECENT, Pauses
 from hpctrain.monitor.window import GC, Window
 
@@ -83,7 +83,7 @@ class Judge:
         self.pauses = Pauses(len(hosts))
         self.measures: Measures | None = None
 
-    def judge(self, window: Window) -> list[Verdict]:
+    def judge(self, window: Window) -> list[Finding]:
         """The verdicts that this window changes, most important first."""
         if len(window.ranks) < 2:
             zero = np.zeros(len(window.ranks))
@@ -127,7 +127,7 @@ class Judge:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
         return slow, bool(many and not slow.all())
 
-    def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Verdict]:
+    def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Finding]:
         """What is said of slow ranks, or of too many of them."""
         window = now.window
         verdicts = self.uneven(now) if len(window.ranks) <= self.rule.few_ranks else []
@@ -167,7 +167,7 @@ class Judge:
                 return risen
         return None
 
-    def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Verdict]:
+    def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Finding]:
         """Runs the ranks' hysteresis."""
         window = now.window
         calm = now.excess < self.rule.calm
@@ -178,7 +178,7 @@ class Judge:
             *self.spoken(now, State.SUSPECT, changes.suspected),
         ]
 
-    def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Verdict]:
+    def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
         """One verdict a rank, or one a host where all ranks of a host with several say the same.
 
         Where these are many, the slowest are told one by one and the others together.
@@ -200,7 +200,7 @@ class Judge:
             groups = [*groups[: self.rule.told_singly], (Kind.RANK, sorted(rest))]
         return [self.spoken_of(now, state, kind, place_of[members]) for kind, members in groups]
 
-    def spoken_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Verdict:
+    def spoken_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Finding:
         """What is said of some ranks together; ``places`` are theirs in the window."""
         window = now.window
         ranks = window.ranks[places]
@@ -209,7 +209,7 @@ class Judge:
         extra = self.accused.extra[ranks].sum(axis=0)
         normal = np.median(window.typical[~those], axis=0) if not those.all() else window.typical[0]
         together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
-        return Verdict(
+        return Finding(
             kind=kind,
             state=state,
             window=window.index,
@@ -231,7 +231,7 @@ class Judge:
         others = np.stack([statistics.median_of_others(column) for column in window.typical.T], axis=1)
         return np.asarray(mine - others[places])
 
-    def uneven(self, now: Measures) -> list[Verdict]:
+    def uneven(self, now: Measures) -> list[Finding]:
         """Two or three ranks that differ since the start."""
         since_start = self.baseline.excess()
         if since_start is None or len(since_start) != len(now.window.ranks):
@@ -262,12 +262,12 @@ class Judge:
 
     # --- pauses ------------------------------------------------------------------------------------------------------
 
-    def pausing(self, window: Window) -> list[Verdict]:
+    def pausing(self, window: Window) -> list[Finding]:
         """Pauses of one rank, or of changing ranks."""
         counts, cost = self.pauses.sums(RECENT)
         owners = self.pauses.owners(self.rule.pauses, self.rule.luck)
         normal = np.median(window.typical, axis=0)
-        verdicts: list[Verdict] = []
+        verdicts: list[Finding] = []
         for rank in sorted(owners | {key[1] for key in self.conditions if isinstance(key, tuple)}):
             goes_on = bool(cost[rank] >= 0.4 * self.rule.pauses)
             verdicts += self.condition(
@@ -297,7 +297,7 @@ class Judge:
 
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
-    def imbalance(self, now: Measures, busy: Array) -> list[Verdict]:
+    def imbalance(self, now: Measures, busy: Array) -> list[Finding]:
         """Unequal work: tokens that differ from step to step, or a rank that always has more."""
         window = now.window
         raw = statistics.excess_of_each(np.median(window.busy, axis=1))
@@ -314,7 +314,7 @@ class Judge:
             cost=max(lost - left, 0.0),
         )
 
-    def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Verdict]:
+    def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:
         """The exchange, or everything, is slower than at the start.
 
         What slow ranks take longer is theirs: only if all the others are slower too is nobody to blame for it.
@@ -342,7 +342,7 @@ class Judge:
             cost=(is_now - was) / (step + is_now - was),
         )
 
-    def abstain(self, window: Window, silent: NDArray[np.bool_]) -> list[Verdict]:
+    def abstain(self, window: Window, silent: NDArray[np.bool_]) -> list[Finding]:
         """Ranks that mark no exchange cannot be compared: their busy time holds their waiting."""
         return self.condition(
             Kind.ABSTAIN,
@@ -362,7 +362,7 @@ class Judge:
         *,
         ranks: tuple[int, ...] = (),
         **findings: object,
-    ) -> list[Verdict]:
+    ) -> list[Finding]:
         """Runs the hysteresis of something that is not one rank's median."""
         record = self.conditions.get(key)
         if record is None:
@@ -378,7 +378,7 @@ class Judge:
         kind = key[0] if isinstance(key, tuple) else key
         hosts = tuple(dict.fromkeys(self.hosts[rank] for rank in ranks))
         beside = bool(self.named().any())
-        return [Verdict(kind, states[change], window.index, ranks, hosts, beside=beside, **findings)]  # type: ignore[arg-type]
+        return [Finding(kind, states[change], window.index, ranks, hosts, beside=beside, **findings)]  # type: ignore[arg-type]
 
     def hysteresis(self) -> Hysteresis:
         """As the rule says."""

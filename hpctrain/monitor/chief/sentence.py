@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.monitor.chief.finding import Kind, State, Verdict
+from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.hang import Beat, Hang
 
 WORDS = {
@@ -24,7 +24,7 @@ WORDS = {
 }
 
 
-def of_verdict(verdict: Verdict) -> str:
+def of_verdict(verdict: Finding) -> str:
     """What a person reads in the log."""
     text = BY_KIND[verdict.kind](verdict)
     if verdict.state is State.CLEARED:
@@ -35,7 +35,7 @@ def of_verdict(verdict: Verdict) -> str:
     return f"perhaps {text}" if verdict.state is State.SUSPECT else text
 
 
-def who(verdict: Verdict) -> str:
+def who(verdict: Finding) -> str:
     """The ranks and their host."""
     if verdict.kind is Kind.HOST:
         return f"host {verdict.hosts[0]} (ranks {numbers(verdict.ranks)})"
@@ -55,12 +55,12 @@ def numbers(ranks: Sequence[int]) -> str:
     return shown + (", ..." if len(runs) > 8 else "")
 
 
-def costs(verdict: Verdict) -> str:
+def costs(verdict: Finding) -> str:
     """What it costs."""
     return f"costs {verdict.cost:.0%} of the run" + (f" {verdict.note}" if verdict.note else "")
 
 
-def nobody(verdict: Verdict) -> str:
+def nobody(verdict: Finding) -> str:
     """No rank, or none besides those that are named already."""
     return "no other rank" if verdict.beside else "no rank"
 

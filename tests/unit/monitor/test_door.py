@@ -9,7 +9,6 @@ import contextlib
 import os
 import resource
 import secrets
-import selectors
 import socket
 import subprocess
 import sys
@@ -37,7 +36,6 @@ class Keeper:
 
     def __init__(self, limits: DoorLimits, descriptors: int = 4096) -> None:
         self.door = Door(listen(LOOPBACK), TOKEN, descriptors, limits)
-        self.selector = selectors.DefaultSelector()
         self.trusted: list[Connection] = []
         self.now = 0.0
 
@@ -65,7 +63,6 @@ class Keeper:
         for connection in [*self.trusted, *self.door.strangers]:
             connection.close()
         self.door.listener.close()
-        self.selector.close()
 
 
 @pytest.fixture
@@ -91,8 +88,10 @@ def no_descriptors() -> Iterator[None]:
 @contextlib.contextmanager
 def keeping(limits: DoorLimits, descriptors: int = 4096) -> Iterator[Keeper]:
     keeper = Keeper(limits, descriptors)
-    yield keeper
-    keeper.close()
+    try:
+        yield keeper
+    finally:
+        keeper.close()
 
 
 @contextlib.contextmanager

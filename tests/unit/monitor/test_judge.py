@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.bench.straggler import traces
 from hpctrain.monitor.chief import sentence
-from hpctrain.monitor.chief.finding import Kind, State, Verdict
+from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.train.clock import Phase
@@ -24,17 +24,17 @@ SLOW_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase
 class Outcome:
     """All confirmed and cleared verdicts of a trace."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Finding, ...]
 
     @property
-    def confirmed(self) -> list[Verdict]:
+    def confirmed(self) -> list[Finding]:
         return [verdict for verdict in self.verdicts if verdict.state is State.CONFIRMED]
 
     @property
     def accused(self) -> set[int]:
         return {rank for verdict in self.confirmed if verdict.kind in ACCUSING for rank in verdict.ranks}
 
-    def of(self, kind: Kind, state: State = State.CONFIRMED) -> list[Verdict]:
+    def of(self, kind: Kind, state: State = State.CONFIRMED) -> list[Finding]:
         return [verdict for verdict in self.verdicts if verdict.kind is kind and verdict.state is state]
 
 
@@ -316,7 +316,7 @@ def large(index: int, ranks: int, slow: np.ndarray) -> Window:
     return Window(index, np.arange(ranks), busy, wait, np.ones_like(busy), typical, typical)
 
 
-def cost_of_confirming(ranks: int) -> tuple[int, int, list[Verdict]]:
+def cost_of_confirming(ranks: int) -> tuple[int, int, list[Finding]]:
     """Calls and peak bytes of the window that confirms, and what it says."""
     judge = Judge([f"n{rank // 8}" for rank in range(ranks)])
     slow = np.random.default_rng(0).permutation(ranks)[: int(0.3 * ranks)]
