@@ -25,7 +25,7 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
     """
     from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
     from hpctrain.system.cores import thread_environment, usable_cores
-    from hpctrain.system.processes import forget_session
+    from hpctrain.system.processes import own_session
 
     environment = {**os.environ, **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     prefix: list[str] = []
@@ -38,14 +38,12 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         out = Path(folder, "rows.json")
         words = [word for pair in options.items() for word in pair]
         command = [*prefix, *python.module(module, *words, "--out", str(out))]
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=lambda: forget_session(environment),  # noqa: PLW1509 safe, since there is one thread here
-        ) as child:
+        with (
+            own_session(environment) as session,
+            subprocess.Popen(
+                command, env=session, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ) as child,
+        ):
             try:
                 said, _ = child.communicate(timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired as error:

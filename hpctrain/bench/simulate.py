@@ -232,7 +232,7 @@ def report(ranks: int, folder: Path) -> Action:
         heat.add(index, np.arange(ranks), excess)
 
     def write_and_draw() -> None:
-        heat.save(run_dir.heat_map)
+        heat.save(run_dir.heat_map, run_dir.path)
         heat_maps(RunView(folder).heat_map())
 
     return write_and_draw

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.files import listed, make_durable_folder, sync_folder, write_durably
+from hpctrain.checkpoint.format.files import listed, make_durable_folder, write_durably
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Manifest, shard_file
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.run import step_folder
 from hpctrain.run.step_folder import PARTIAL
+from hpctrain.system.files import sync_folder
 
 TRASH = ".trash-"
 """Prefix of a folder that is being deleted."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.run import RunView, which
-from hpctrain.run.folder import write_atomically
 from hpctrain.system import foreign_text
+from hpctrain.system.files import write_atomically
 
 if TYPE_CHECKING:
     from hpctrain.run import RunHistory

@@ -7,7 +7,7 @@ import getpass
 import socket
 
 from hpctrain.commands.slurm import show
-from hpctrain.errors import ExitCode, UserError
+from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, submission
 from hpctrain.run import live_lock, stop_request, which
 from hpctrain.run.folder import RunDir
@@ -51,10 +51,9 @@ def request_stop(run: RunDir) -> None:
     """
     try:
         stop_request.request_stop(run, StopRequest(f"{getpass.getuser()}@{socket.gethostname()}"))
-    except OSError as error:
-        raise UserError(
-            f"{run.stop_file} cannot be made: {error.strerror}", "ask the run's owner, or hpctrain cancel ends its job"
-        ) from error
+    except RunFailed as error:
+        fix = "ask the run's owner, or hpctrain cancel ends its job"
+        raise UserError(f"{run.stop_file} cannot be made: {error.what}", fix) from error
 
 
 def cancel(args: argparse.Namespace) -> int:

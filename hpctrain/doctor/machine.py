@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,9 @@ import psutil
 
 from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.errors import HpctrainError
-from hpctrain.run.folder import create_exclusively
-from hpctrain.system.cores import cpu_quota, usable_cores
+from hpctrain.system.cgroups import cpu_quota
+from hpctrain.system.cores import usable_cores
+from hpctrain.system.files import create_exclusively
 
 LITTLE_DISK_BYTES = 2 * 2**30
 LITTLE_SHM_BYTES = 256 * 2**20
@@ -89,7 +91,7 @@ def file_system(folder: Path) -> Iterator[Finding]:
 
 def locking(folder: Path) -> Iterator[Finding]:
     """Whether exclusive creation works, which the run's lock needs, and flock, which HDF5 would like."""
-    path = folder / f".hpctrain-doctor-{socket.gethostname()}-{os.getpid()}"
+    path = folder / f".hpctrain-doctor-{secrets.token_hex(8)}"
     begin = time.perf_counter()
     try:
         first, second = create_exclusively(path, b"x"), create_exclusively(path, b"x")

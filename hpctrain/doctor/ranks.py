@@ -16,7 +16,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.system import python
 from hpctrain.system.cores import usable_cores
-from hpctrain.system.processes import forget_session
+from hpctrain.system.processes import own_session
 
 TIMEOUT_S = 120.0
 SLOW_LATENCY_US = 20.0
@@ -42,15 +42,8 @@ def findings(ranks: int) -> list[Finding]:
     environment = {**os.environ, **launcher_environment(mpirun.flavour, ranks > cores, os.environ), **ours}
     words = [*mpirun.argv(ranks, {}, cores), *python.module("hpctrain.doctor.link")]
     try:
-        done = subprocess.run(
-            words,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            preexec_fn=lambda: forget_session(environment),
-        )
+        with own_session(environment) as session:
+            done = subprocess.run(words, env=session, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
         raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error

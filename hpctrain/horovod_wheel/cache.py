@@ -13,7 +13,6 @@ import hashlib
 import io
 import os
 import pwd
-import secrets
 import shutil
 import stat
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from hpctrain.errors import UserError
 from hpctrain.system import safe_read
+from hpctrain.system.files import replacement
 
 BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 BLOCK_BYTES = 1 << 20
@@ -64,14 +64,10 @@ def keep(wheel: Path) -> None:
 
 def share(wheel: Path, folder: Path) -> Path:
     """Copies a wheel into a folder that others use, too; its place there. Raises OSError."""
-    partial = folder / f".{wheel.name}.{secrets.token_hex(8)}"
-    try:
-        with open(partial, "xb") as file:
-            file.write(wheel.read_bytes())
-            os.fchmod(file.fileno(), 0o644)
-        return partial.replace(folder / wheel.name)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacement(folder / wheel.name) as partial:
+        partial.write_bytes(wheel.read_bytes())
+        partial.chmod(0o644)
+    return folder / wheel.name
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.errors import Code, Replaced
+from hpctrain.errors import Code, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
@@ -29,6 +29,7 @@ from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
 from hpctrain.run.word_reader import WordReader
 from hpctrain.system import processes
+from hpctrain.system.files import open_log
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
 
@@ -107,7 +108,9 @@ class WatchedAttempt:
 
     def run(self) -> tuple[Verdict, list[LastWord]]:
         """Starts the ranks, watches until all are gone, and decides."""
-        self.watch()
+        environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
+        with processes.own_session(environment) as session:
+            self.watch(session)
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH tells of deaths on its standard output
         told = collect(self.run_dir, self.number)
@@ -124,16 +127,10 @@ class WatchedAttempt:
             failure = hang(self.run_dir, self.number) or failure or missing
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
 
-    def watch(self) -> None:
+    def watch(self, environment: Mapping[str, str]) -> None:
         """Runs the launcher to its end. Its exit code says little: launchers lose those of ranks."""
         log = self.open_log()
-        environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         processes.adopt_orphans()
-
-        def before_launcher() -> None:
-            processes.die_with_parent(signal.SIGTERM)  # mpirun and srun end their ranks then
-            processes.forget_session(environment)
-
         with log:
             self.process = subprocess.Popen(
                 list(self.launch.argv),
@@ -142,7 +139,8 @@ class WatchedAttempt:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
-                preexec_fn=before_launcher,  # noqa: PLW1509 safe, since there is one thread here
+                # mpirun and srun end their ranks then. Safe, since there is one thread here.
+                preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),  # noqa: PLW1509
             )
         assert self.process.stdout is not None
         self.passing = Passing(self.process.stdout, sys.stdout.fileno())
@@ -189,7 +187,7 @@ class WatchedAttempt:
         received = self.signals.received
         if received and self.stop is None:
             request = StopRequest.of_signal(received[0])
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(RunFailed):
                 request_stop(self.run_dir, request)
             self.begin_stop(now, request)
         if len(received) > 1 and received[-1] in PERSON_SIGNALS and self.failure is None:
@@ -279,7 +277,7 @@ class WatchedAttempt:
     def open_log(self) -> Any:
         """Where the launcher's own messages go."""
         try:
-            return open(self.run_dir.log("launcher", self.number), "wb")
+            return os.fdopen(open_log(self.run_dir.log("launcher", self.number), self.run_dir.path, fresh=True), "wb")
         except OSError:
             return open(os.devnull, "wb")
 

@@ -16,7 +16,7 @@ from hpctrain.run.events import Hang
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.run.verdict import Verdict, failed_with
-from hpctrain.system import processes
+from hpctrain.system import cgroups, processes
 
 FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 """Of errors that come again in every attempt."""
@@ -41,7 +41,7 @@ def ran_out_of_memory(word: LastWord) -> bool:
     """Whether the kernel's log names the process, or its control group (which is ours) counts one more such kill."""
     if processes.kernel_killed_for_memory(word.pid):
         return True
-    now = processes.oom_kills()
+    now = cgroups.oom_kills()
     return word.oom_kills is not None and now is not None and now > word.oom_kills
 
 

@@ -21,7 +21,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import RUN_DIR, STOP_SIGNAL, current_attempt
-from hpctrain.system import processes
+from hpctrain.system import cgroups, processes
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name
 
@@ -38,10 +38,11 @@ def main() -> int:
     """Runs the program to its end; 0 for good ends, so that launchers leave the other ranks alone."""
     run_dir, attempt = RunDir(Path(os.environ[RUN_DIR])), current_attempt()
     processes.die_with_parent()
-    word = first_word(rank(os.environ), processes.oom_kills())
+    word = first_word(rank(os.environ), cgroups.oom_kills())
     file = WordFile.of(run_dir, attempt, word)
     file.begin(word)
-    redirect(run_dir.log("x" if word.rank is None else word.rank, attempt), keep_stdout=word.rank == 0)
+    log = run_dir.log("x" if word.rank is None else word.rank, attempt)
+    redirect(log, run_dir.path, keep_stdout=word.rank == 0)
     signals = StopSignals()
     signals.install()
     # The program may be one of ours with a run folder of its own.

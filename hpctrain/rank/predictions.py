@@ -29,6 +29,7 @@ def write_predictions(framework: Framework, data: ValidationData, group: Group, 
     partial = path.with_name(f".{path.name}.partial")
     if group.rank == 0:
         make_folder(path)
+        partial.unlink(missing_ok=True)  # left by one that was killed, or a link
         create_row_file(partial, fields, len(data.dataset))
     group.barrier("make the file of predictions")
     writer = RowWriter.open(partial)

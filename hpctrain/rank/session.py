@@ -21,11 +21,12 @@ from hpctrain.errors import ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
-from hpctrain.run.folder import RunDir, create_exclusively
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
-from hpctrain.system import foreign_text, processes
+from hpctrain.system import cgroups, foreign_text, processes
+from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.tasks.blame import own_line, words
@@ -139,11 +140,11 @@ class Session:
     def open(self, run_dir: RunDir) -> None:
         """Leaves the first word and sends output to its place."""
         self.run_dir = run_dir
-        self.word = first_word(self.world.rank, processes.oom_kills())
+        self.word = first_word(self.world.rank, cgroups.oom_kills())
         with self.phase("write into the run folder"):
             self.word_file().begin(self.word)
         if (self.supervised or self.world.size > 1 or not self.raises) and not self.verbose:
-            self.user_stderr = redirect(self.log(), keep_stdout=self.world.rank == 0)
+            self.user_stderr = redirect(self.log(), run_dir.path, keep_stdout=self.world.rank == 0)
 
     def log(self) -> Path:
         """This rank's log."""
@@ -205,7 +206,7 @@ class Session:
         if self.run_dir is None:
             return True
         try:
-            return create_exclusively(self.word_file().path.with_name("told"), b"")
+            return create_exclusively(self.word_file().path.with_name("told"), b"", self.run_dir.path)
         except HpctrainError:
             return True
 

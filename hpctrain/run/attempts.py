@@ -18,12 +18,13 @@ from hpctrain.errors import Replaced, UserError
 from hpctrain.run import last_words, provenance
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.documents import info_of
-from hpctrain.run.folder import RunDir, cannot_write, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.run.tickets import Tickets
 from hpctrain.run.verdict import Verdict
 from hpctrain.system import safe_read
+from hpctrain.system.files import cannot_write, write_atomically
 
 NEW = Attempt()
 """An attempt of which nothing is known before it begins."""
@@ -38,7 +39,7 @@ class Attempts:
     @property
     def tickets(self) -> Tickets:
         """One number for each attempt."""
-        return Tickets(self.run_dir.attempts)
+        return Tickets(self.run_dir.attempts, self.run_dir.path)
 
     def info(self) -> dict[str, Any]:
         """Content of run.json; empty where there is none yet.
@@ -92,7 +93,7 @@ class Attempts:
         self._summarise()
         self.run_dir.stop_file.unlink(missing_ok=True)
         if run_yaml is not None:
-            write_atomically(self.run_dir.run_yaml, run_yaml.encode())
+            write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path)
         return number
 
     def end(self, number: int, verdict: Verdict, words: Sequence[LastWord], all_told: bool = True) -> None:
@@ -147,7 +148,7 @@ class Attempts:
             before = _read_object(path)
         except OSError as error:
             raise cannot_write(path, error) from error
-        write_atomically(path, _json({**before, **fields}))
+        write_atomically(path, _json({**before, **fields}), self.run_dir.path)
         return self._summarise()
 
     def _summarise(self) -> dict[str, Any]:
@@ -159,7 +160,7 @@ class Attempts:
         written = b""
         try:
             while (content := _json(info := self._gather())) != written:
-                write_atomically(self.run_dir.run_json, content)
+                write_atomically(self.run_dir.run_json, content, self.run_dir.path)
                 written = content
         except OSError as error:
             raise cannot_write(self.run_dir.run_json, error) from error

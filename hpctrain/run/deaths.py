@@ -10,6 +10,7 @@ from pathlib import Path
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.system import safe_read
+from hpctrain.system.files import append_bytes
 
 
 def note(rank: int) -> None:
@@ -18,11 +19,7 @@ def note(rank: int) -> None:
     if folder and attempt:
         line = f"{time.time():.6f} {rank}\n".encode()
         with contextlib.suppress(OSError):
-            handle = os.open(_file(RunDir(Path(folder)), attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                os.write(handle, line)
-            finally:
-                os.close(handle)
+            append_bytes(_file(RunDir(Path(folder)), attempt), line, Path(folder))
 
 
 def noted(run: RunDir, attempt: int) -> list[tuple[float, int]]:

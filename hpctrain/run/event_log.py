@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hpctrain.run.events import Decoder, Event, encode, resolve
-from hpctrain.run.folder import RunDir, append_bytes
+from hpctrain.run.folder import RunDir
 from hpctrain.run.growing_file import Tail
 from hpctrain.run.progress import Progress
 from hpctrain.system import safe_read
+from hpctrain.system.files import append_bytes
 
 MOST_WAITING = 10_000
 """Events that are kept at most, some MiB; the oldest go first."""
@@ -62,7 +63,7 @@ class EventWriter:
     def _write(self) -> str | None:
         """Writes what waits, in order; why something still waits."""
         try:
-            written = append_bytes(self.path, b"".join(self.waiting))
+            written = append_bytes(self.path, b"".join(self.waiting), self.path.parent)
         except OSError as error:
             return f"{self.path} cannot be written: {error.strerror}"
         while self.waiting and written >= len(self.waiting[0]) - 1:  # the next write supplies a newline that is missing

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import UserError
 from hpctrain.run import step_folder
+from hpctrain.system.files import Diverted, make_folder
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
@@ -109,8 +106,11 @@ class RunDir:
             UserError: it cannot be made or written.
         """
         try:
-            for folder in (self.path, self.monitor, self.ranks, self.checkpoints, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.monitor, self.ranks, self.checkpoints, self.logs):
+                make_folder(folder, self.path)
+        except Diverted as error:
+            fix = "remove it, or set run_dir to another folder; for more space, put the whole run folder elsewhere"
+            raise UserError(f"{error.strerror}", fix) from error
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be made: {error.strerror}",
@@ -121,61 +121,3 @@ class RunDir:
         """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
         found = (step_folder.step_of(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
         return max((step for step in found if step is not None), default=None)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file by one with this content; after a crash there is the old or the new one, never a mixture.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
-
-
-def append_bytes(path: Path, lines: bytes) -> int:
-    """Appends whole lines in one write; how many bytes of them there was room for.
-
-    A line that a crash or a full disk tore before is closed first, so that it spoils nothing. Raises OSError.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        return max(0, os.write(handle, b"\n" * torn + lines) - torn)
-    finally:
-        os.close(handle)
-
-
-def create_exclusively(path: Path, content: bytes) -> bool:
-    """Makes a file with this content; False where it exists. Exactly one of many callers gets True, on NFS too.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        try:
-            os.write(handle, content)
-        finally:
-            os.close(handle)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return True
-
-
-def cannot_write(path: Path, error: OSError) -> RunFailed:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "free space or raise the quota there" if full else "check that the folder exists and may be written"
-    return RunFailed(f"cannot write {path}: {error.strerror}", f"{fix}, then run the same command again: it resumes")

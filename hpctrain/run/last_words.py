@@ -18,11 +18,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import Code, RunFailed
+from hpctrain.errors import Code
 from hpctrain.run.documents import MOST_WORD_BYTES, is_word, is_words
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import Verdict
-from hpctrain.system import safe_read
+from hpctrain.system import files, safe_read
 from hpctrain.system.processes import birth, machine
 
 FILE_BYTES = 16384
@@ -125,11 +125,13 @@ class WordFile:
     """One rank's file, ranks/<attempt>/<host>-<pid>.json: named by process, since a rank may not know its number."""
 
     path: Path
+    run: Path
+    """The run folder, below which no link is followed."""
 
     @classmethod
     def of(cls, run_dir: RunDir, attempt: int, word: LastWord) -> WordFile:
         """Where this word belongs."""
-        return cls(pieces(run_dir, attempt) / f"{word.host}-{word.pid}.json")
+        return cls(pieces(run_dir, attempt) / f"{word.host}-{word.pid}.json", run_dir.path)
 
     def begin(self, word: LastWord) -> None:
         """Writes the word and reserves the room for the last one.
@@ -138,20 +140,16 @@ class WordFile:
             RunFailed: the folder cannot be written.
         """
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "wb") as file:
-                file.write(padded(word))
-                file.flush()
-                os.fsync(file.fileno())
+            files.make_folder(self.path.parent, self.run)
         except OSError as error:
-            raise RunFailed(f"cannot write {self.path}: {error.strerror}", "free space in the run folder") from error
+            raise files.cannot_write(self.path, error) from error
+        files.write_atomically(self.path, padded(word), self.run)
 
     def end(self, word: LastWord) -> None:
         """Replaces the word in place. Does not raise: there is nobody left to tell."""
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "r+b" if self.path.exists() else "wb") as file:
-                file.write(padded(word))
+            files.make_folder(self.path.parent, self.run)
+            files.overwrite(self.path, padded(word), self.run)
 
 
 def padded(word: LastWord) -> bytes:
@@ -197,12 +195,9 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Ver
         RunFailed: it cannot be written; the pieces then stay.
     """
     content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": [word.to_json() for word in words]}
-    write_atomically(run_dir.words(attempt), json.dumps(content, indent=1).encode() + b"\n")
-    folder = pieces(run_dir, attempt)
+    files.write_atomically(run_dir.words(attempt), json.dumps(content, indent=1).encode() + b"\n", run_dir.path)
     with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        files.remove_folder(pieces(run_dir, attempt), run_dir.path)
 
 
 def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import Code, Replaced, RunFailed, UserError
-from hpctrain.run.folder import RunDir, create_exclusively, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.run.tickets import Tickets
 from hpctrain.system import safe_read
+from hpctrain.system.files import create_exclusively, write_atomically
 from hpctrain.system.json_shape import is_count, is_time, typed
 from hpctrain.system.processes import birth, is_alive, machine
 
@@ -102,7 +104,7 @@ class LiveLock:
     @property
     def tickets(self) -> Tickets:
         """One for each time that the lock was taken."""
-        return Tickets(self.run_dir.path / "locks" / self.purpose.name)
+        return Tickets(self.run_dir.path / "locks" / self.purpose.name, self.run_dir.path)
 
     @property
     def file(self) -> Path:
@@ -185,7 +187,7 @@ class LiveLock:
                 self.file.unlink(missing_ok=True)
             newest = self.tickets.newest()
             if read(self.tickets.path(newest)) == self.holder:
-                create_exclusively(self._released(newest), b"")
+                create_exclusively(self._released(newest), b"", self.run_dir.path)
 
     def _take(self) -> bool:
         """Creates the next ticket; whether it is the newest one then."""
@@ -216,7 +218,7 @@ class LiveLock:
                     return
             finally:
                 os.close(handle)
-        write_atomically(self.file, _encode(self.holder))
+        write_atomically(self.file, _encode(self.holder), self.run_dir.path)
 
     def _released(self, number: int) -> Path:
         return self.tickets.path(number, "released")
@@ -260,19 +262,16 @@ def is_live(other: Holder, silence: float, me: Holder) -> bool:
 
 def silence_s(path: Path) -> float:
     """Age of the lock's last sign of life, by the clock of the file system; by this host's, where that is read-only."""
-    probe = path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
     try:
-        probe.touch()
-        now = probe.stat().st_mtime
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            os.utime(probe.fileno())
+            now = os.fstat(probe.fileno()).st_mtime
     except OSError:
         now = time.time()
     try:
         return now - path.stat().st_mtime
     except OSError:
         return 0.0
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
 
 
 def _settled(path: Path) -> Holder | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpctrain.errors import Code
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, safe_read
+from hpctrain.system.files import create_exclusively, write_atomically
 from hpctrain.system.json_shape import fits
 
 MOST_BYTES = 1024
@@ -44,13 +45,16 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
     """Asks the run to save and stop. The first request stays, but a person's replaces a signal's.
 
     Raises:
-        OSError: the file cannot be made.
+        RunFailed: the file cannot be made.
     """
     before = requested_stop(run_dir)
     replaces = before is not None and before.signal is not None and request.signal is None
     details = json.dumps({"signal": request.signal.name}) + "\n" if request.signal else ""
-    with contextlib.suppress(FileExistsError), open(run_dir.stop_file, "w" if replaces else "x") as file:
-        file.write(f"{request.by}\n{details}")
+    content = f"{request.by}\n{details}".encode()
+    if replaces:
+        write_atomically(run_dir.stop_file, content, run_dir.path)
+    else:
+        create_exclusively(run_dir.stop_file, content, run_dir.path)
 
 
 def requested_stop(run_dir: RunDir) -> StopRequest | None:

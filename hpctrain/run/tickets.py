@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.run.folder import cannot_write, create_exclusively
+from hpctrain.system.files import cannot_write, create_exclusively, make_folder
 
 TICKET = re.compile(r"(\d+)\.json")
 
@@ -18,6 +18,8 @@ class Tickets:
     """Numbers that only go up: each is a file that exactly one process creates, and nobody changes or removes."""
 
     folder: Path
+    run: Path
+    """The run folder, below which no link is followed."""
 
     def path(self, number: int, what: str = "") -> Path:
         """The file that stands for a number, or one that says more about it."""
@@ -40,14 +42,14 @@ class Tickets:
     def make_folder(self) -> None:
         """Makes the folder. Raises RunFailed where it cannot be made."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, self.run)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
     def claim(self, number: int, content: bytes) -> bool:
         """Takes this number; False where another process has it. Raises RunFailed where it cannot be written."""
         self.make_folder()
-        return create_exclusively(self.path(number), content)
+        return create_exclusively(self.path(number), content, self.run)
 
     def take(self, content: bytes, above: int = 0) -> int:
         """Takes the next number, higher than ``above`` and than all that are taken. Raises RunFailed, see ``claim``."""

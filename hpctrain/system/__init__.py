@@ -1,1 +1,7 @@
-"""Processes, memory, files and terminals of this machine."""
+"""Processes, memory, files and terminals of this machine; knows nothing of runs.
+
+files: writing where others may have been before (links, guessed names, torn files). safe_read, bounded_yaml and
+json_shape: reading what others may have written. processes, signals, python: whom we start, and who is alive. cgroups,
+cores: what this process may use. anonymous_memory: memory shared with children. output, foreign_text: what a terminal
+gets.
+"""

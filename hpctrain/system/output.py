@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.system import foreign_text
+from hpctrain.system.files import open_log
 
 TERMINAL = "HPCTRAIN_TERMINAL"
 """Environment variable of supervised ranks: columns of the terminal that the user looks at, 0 if there is none."""
@@ -44,8 +45,13 @@ def shown_columns() -> int:
     return int(told) if told else terminal_columns(sys.stdout)
 
 
-def redirect(log: Path, keep_stdout: bool) -> int:
+def redirect(log: Path, root: Path, keep_stdout: bool) -> int:
     """Points standard error, and standard output unless it is kept, of this process and its libraries to a log.
+
+    Args:
+        log: appended to; made if need be. Output stays where it is if that is impossible.
+        root: the run folder, below which no link is followed.
+        keep_stdout: leave standard output alone.
 
     Returns:
         A descriptor of the former standard error, for the one message that the user must see.
@@ -54,7 +60,7 @@ def redirect(log: Path, keep_stdout: bool) -> int:
     sys.stderr.flush()
     kept = os.dup(2)
     with contextlib.suppress(OSError):
-        handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = open_log(log, root)
         os.dup2(handle, 2)
         if not keep_stdout:
             os.dup2(handle, 1)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
+"""Environment variables that tell Open MPI 5 where to make its session folder on this machine."""
+GONE = ""
+"""The process has ended, or its number is another's now."""
+UNSEEN = "?"
+"""The observer could not look (no descriptors, no memory, no permission), which is no evidence of anything."""
 TETHER = "HPCTRAIN_TETHER"
 """Environment variable: ranks must die with the process that started them."""
 
@@ -23,18 +29,30 @@ TETHER = "HPCTRAIN_TETHER"
 def birth(pid: int) -> float:
     """When a process started, in clock ticks since boot: tells it from a later one of its number. 0 if it is gone."""
     try:
-        return float(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except (OSError, IndexError):
+        return float(_stat(pid)[19])
+    except OSError:
         return 0.0
 
 
-def is_alive(pid: int, born: float) -> bool:
-    """Whether this very process of this machine lives; a zombie does not."""
+def look(pid: int, born: float) -> str:
+    """The kernel's letter for what a process does (R, S, D, T, Z, ...), GONE, or UNSEEN.
+
+    Args:
+        pid: its number.
+        born: its ``birth``; 0 if that is not known.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return False
-    return float(fields[19]) == born and fields[0] not in "ZX"
+        fields = _stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return UNSEEN if _exists(pid) else GONE
+    except OSError:
+        return UNSEEN
+    return fields[0] if born in (0, float(fields[19])) else GONE
+
+
+def is_alive(pid: int, born: float) -> bool:
+    """Whether this very process of this machine lives; a zombie does not, one that cannot be looked at may."""
+    return born != 0 and look(pid, born) not in (GONE, "Z", "X")
 
 
 def machine() -> str:
@@ -50,17 +68,25 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
 
 
-def forget_session(environment: Mapping[str, str]) -> None:
-    """Removes what a killed mpirun that had this process's number has left; to be called where mpirun takes its place.
+@contextlib.contextmanager
+def own_session(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The environment for an mpirun whose session folder is this user's alone, and is removed at the end.
 
-    Open MPI 5 names its session folder by process number only, and does not start where there is one already ("The
-    PMIx server's listener thread failed to start").
+    Open MPI 5 names that folder by process number only (/tmp/ompi.<pid>), and does not start if there is one already
+    ("The PMIx server's listener thread failed to start"): one that a killed mpirun has left, that another user has
+    made, or that belongs to a process of the same number in another container.
 
     Args:
-        environment: that mpirun will have.
+        environment: that mpirun would have. If it names a folder for sessions, that one is used.
     """
-    base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
-    shutil.rmtree(f"{base}/ompi.{os.getpid()}", ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        ours: dict[str, str] = {}
+        if not any(name in environment for name in SESSION_BASES):
+            with contextlib.suppress(OSError):  # mpirun says it better
+                base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
+                folder = tempfile.TemporaryDirectory(prefix="hpctrain-mpi-", dir=base, ignore_cleanup_errors=True)
+                ours = {SESSION_BASES[0]: stack.enter_context(folder)}
+        yield {**environment, **ours}
 
 
 def adopt_orphans() -> None:
@@ -82,27 +108,6 @@ def end_descendants(patience_s: float) -> list[int]:
     return [process.pid for process in alive]
 
 
-def oom_kills(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many processes the kernel has killed for memory in this process's control group; None if it does not say."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            counter = cgroup_root / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            counter = cgroup_root / "memory" / path.lstrip("/") / "memory.oom_control"
-        else:
-            continue
-        with contextlib.suppress(OSError):
-            for entry in counter.read_text().splitlines():
-                if entry.startswith("oom_kill "):
-                    return int(entry.split()[1])
-    return None
-
-
 def kernel_killed_for_memory(pid: int) -> bool:
     """Whether the kernel's log says that it killed this process for memory. False where the log cannot be read."""
     try:
@@ -120,6 +125,20 @@ def kernel_killed_for_memory(pid: int) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat behind the name, which may hold anything. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process of this user has the number; takes no descriptor."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def _descendants() -> list[psutil.Process]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from hpctrain.errors import MissingExtra, UserError
+from hpctrain.system.files import replacement
 
 VALIDATION = 297
 """Samples held out, drawn with a fixed seed."""
@@ -48,10 +47,6 @@ def pack(folder: str | Path) -> tuple[Path, Path]:
 
 def _write(path: Path, **arrays: np.ndarray) -> None:
     """Under another name first: a file that can be seen is complete."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(handle)
-    with h5py.File(temporary, "w") as file:
+    with replacement(path) as temporary, h5py.File(temporary, "w") as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import subprocess
 import time
-from typing import Any
+from typing import IO, Any
 
 from hpctrain.errors import MissingExtra
 from hpctrain.run import RunView
 from hpctrain.run.events import Event
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python, safe_read
+from hpctrain.system.files import open_log
 from hpctrain.system.json_shape import fits, is_count
 
 FLUSH_S = 20.0
@@ -46,7 +48,7 @@ class MlflowSink:
         """See Sink. The events themselves reach the follower through the file."""
         if self.follower is None:
             words = [str(self.run_dir.path), self.uri, self.experiment]
-            with open(self.run_dir.logs / "mlflow.out", "ab") as log, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._log() as log:
                 self.follower = subprocess.Popen(
                     python.module("hpctrain.track.mlflow_follower", *words),
                     stdin=subprocess.PIPE,
@@ -57,6 +59,9 @@ class MlflowSink:
         if problem and not self.told:
             self.told = True
             foreign_text.show(f"hpctrain: MLflow at {self.uri} does not take the metrics: {problem}")
+
+    def _log(self) -> IO[bytes]:
+        return os.fdopen(open_log(self.run_dir.logs / "mlflow.out", self.run_dir.path), "ab")
 
     def close(self) -> None:
         """See Sink. Waits while the server takes what is left, and hardly at all for one that does not answer."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from hpctrain.run import Outcome, RunView
 from hpctrain.run.events import Event, RunFinished, RunStarted
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
+from hpctrain.system.files import write_atomically
 from hpctrain.track.mlflow import position
 from hpctrain.track.scalars import scalars
 

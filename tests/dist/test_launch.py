@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hpctrain.system.processes import forget_session
-from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import CheckpointSaved, Eval, RunFinished, RunStarted, Train
+from hpctrain.run.last_words import read as read_words
+from hpctrain.system.processes import own_session
 from hpctrain.run.folder import RunDir
 from hpctrain.run.view import RunView
 from tests.support.command import (
@@ -32,6 +30,7 @@ from tests.support.command import (
     started,
     wait_for,
 )
+from tests.support.hostile import SOMEBODY
 from tests.support.mpi import find_mpirun, rank_environment
 
 pytestmark = pytest.mark.world_size(2)
@@ -49,7 +48,7 @@ def test_two_ranks_train_as_one_job(tmp_path):
     result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
     assert result.stderr == ""
     assert "2 ranks on " in result.stdout
-    saved = last_words.read(RunDir(tmp_path / "run"), 1)
+    saved = read_words(RunDir(tmp_path / "run"), 1)
     assert saved is not None and saved.verdict is not None
     assert [word.ending.value for word in saved.ranks] == ["completed", "completed"]
     assert len({word.weights_hash for word in saved.ranks}) == 1
@@ -63,19 +62,25 @@ def test_two_ranks_train_as_one_job(tmp_path):
     assert not leftovers(tmp_path)
 
 
-def test_what_a_killed_mpirun_of_the_same_number_has_left_stops_nobody():
-    def before(environment: dict[str, str]) -> None:
-        folder = Path(environment["TMPDIR"], f"ompi.{os.getpid()}")
+def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: Path) -> None:
+    """They are called by a number that is to be guessed, and any user may make them in a shared folder."""
+
+    def before() -> None:
+        folder = tmp_path / f"ompi.{os.getpid()}"
         folder.mkdir()
-        (folder / f"pmix.{socket.gethostname()}.tool.{os.getpid()}").touch()
-        forget_session(environment)
+        (folder / "pmix.vm.tool").touch()
+        folder.chmod(0)
+        if os.geteuid() == 0:
+            os.chown(folder, SOMEBODY, SOMEBODY)
 
     launcher = find_mpirun()
     assert launcher
-    environment = rank_environment({"TMPDIR": tempfile.gettempdir()})
-    words = [launcher, "-n", "1", "true"]
-    started = subprocess.run(words, env=environment, preexec_fn=lambda: before(environment), timeout=60, check=False)  # noqa: PLW1509
+    with own_session(rank_environment({"TMPDIR": str(tmp_path)})) as session:
+        words = [launcher, "-n", "1", "true"]
+        started = subprocess.run(words, env=session, preexec_fn=before, timeout=60, check=False)  # noqa: PLW1509
     assert started.returncode == 0
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("ompi."), "what is not ours stays; of ours nothing is left"
 
 
 def test_the_run_folder_says_what_ran(tmp_path):

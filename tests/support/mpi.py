@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.comm.world import QUICK_START
-from hpctrain.system.processes import forget_session
+from hpctrain.system.processes import own_session
 
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
@@ -54,18 +54,18 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def run_in_group(command: list[str], env: Mapping[str, str], cwd: Path | None, timeout: float) -> Result:
     """Run a command in its own session; at the time limit end all of it and raise AssertionError with its output."""
-    child = subprocess.Popen(
-        command, env=dict(env), cwd=cwd, text=True, errors="replace", start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: forget_session(env),  # noqa: PLW1509
-    )  # fmt: skip
-    try:
-        stdout, stderr = child.communicate(timeout=timeout)
-    except BaseException as error:
-        stdout, stderr = _end(child)
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        raise AssertionError(f"no end after {timeout:g} s: {' '.join(command)}\n{stdout}{stderr}") from None
+    with own_session(env) as session:
+        child = subprocess.Popen(
+            command, env=session, cwd=cwd, text=True, errors="replace", start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            stdout, stderr = child.communicate(timeout=timeout)
+        except BaseException as error:
+            stdout, stderr = _end(child)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise AssertionError(f"no end after {timeout:g} s: {' '.join(command)}\n{stdout}{stderr}") from None
     return Result(child.returncode, stdout, stderr)
 
 

@@ -15,14 +15,14 @@ PACKAGE = Path(__file__).parents[2] / "hpctrain"
 
 ROOMS: dict[str, str] = {
     "errors": "",
-    "system": "",
+    "system": "errors",
     "config": "errors system",
     "comm": "errors",
     "run": "errors system config",
     "data": "errors system",
     "reduce": "errors config comm",
     "train": "errors config comm data",
-    "tasks": "errors comm train",
+    "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",
     "monitor": "errors system config comm run train",

@@ -19,7 +19,7 @@ from hpctrain.comm.world import World, connect
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce
-from hpctrain.run.folder import write_atomically
+from hpctrain.system.files import write_atomically
 
 BYTES = tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26))
 """Sizes of the buffers unless others are asked for: 4 KiB to 64 MiB."""

@@ -19,8 +19,9 @@ from hpctrain.config.loading import dump
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run import Outcome, RunView
 from hpctrain.run.events import RunFinished, RunStarted, Train
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, python
+from hpctrain.system.files import write_atomically
 
 PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": REST}
 """Parts by phase; every other phase computes."""

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """See cli."""
     from hpctrain.bench.scaling import plan, plot, report, runs
     from hpctrain.config.loading import load
-    from hpctrain.run.folder import write_atomically
     from hpctrain.system.cores import threads_per_rank, usable_cores
+    from hpctrain.system.files import write_atomically
 
     config = load(args.run_file, args.overrides)
     if not config.task:

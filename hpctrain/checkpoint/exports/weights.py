@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
+from hpctrain.system.files import replacement
 
 MODEL = "model/"
 """Prefix of the model's parameters and buffers in a checkpoint."""
@@ -69,11 +68,8 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
 
 def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Replaces a file by what ``write`` puts into one of the same suffixes. Raises UserError."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        write(temporary)
-        os.replace(temporary, path)
+        with replacement(path) as temporary:
+            write(temporary)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another --output") from error

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
+from hpctrain.system.files import sync_folder
 
 BLOCK_BYTES = 8 << 20
 """Bytes of one system call."""
@@ -49,15 +50,6 @@ def write_block(descriptor: int, view: memoryview, begin: int, end: int) -> None
     """Writes bytes to where they belong in a file."""
     while begin < end:
         begin += os.pwrite(descriptor, view[begin : min(end, begin + BLOCK_BYTES)], begin)
-
-
-def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_durable_folder(path: Path) -> None:

@@ -18,10 +18,10 @@ def create_row_file(path: Path, fields: Mapping[str, Field], length: int) -> Non
     """Makes the file with all of its space: contiguous datasets of shape [length, *field.shape], not filled.
 
     Raises:
-        RunFailed: no space, or the folder cannot be written.
+        RunFailed: there is one, no space, or the folder cannot be written.
     """
     try:
-        with h5py.File(path, "w") as file:
+        with h5py.File(path, "x") as file:
             for name, field in fields.items():
                 properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                 properties.set_layout(h5py.h5d.CONTIGUOUS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing.source import Source
 from hpctrain.errors import UserError
+from hpctrain.system.files import replacement
 
 NOTES = "hpctrain"
 """Attribute of the file that holds a source's notes, as JSON."""
@@ -52,25 +52,21 @@ def write_hdf5(
     path = Path(path)
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
     check_names(fields)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.exists() and not overwrite:
             raise UserError(f"{path} exists", "choose another name, or replace it with --force")
         path.parent.mkdir(parents=True, exist_ok=True)
         if compression is None:
             check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
-        if compression is None and chunk_samples is None:
-            write_contiguous(temporary, source, fields, on_progress)
-        else:
-            write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
-        commit(temporary, path)
+        with replacement(path) as temporary:
+            if compression is None and chunk_samples is None:
+                write_contiguous(temporary, source, fields, on_progress)
+            else:
+                write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def write_contiguous(
@@ -224,15 +220,3 @@ def check_space(folder: Path, num_bytes: int) -> None:
             f"{folder} has {free / 1e9:.2f} GB free and the file needs {num_bytes / 1e9:.2f} GB",
             "make room, write elsewhere, choose a narrower --dtype, or use --compression gzip",
         )
-
-
-def commit(temporary: Path, path: Path) -> None:
-    """Makes the file appear under its name, whole also after a loss of power."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -24,7 +24,8 @@ from hpctrain.monitor.wire import Message
 from hpctrain.run import EventWriter
 from hpctrain.run.events import AboutRank, Straggler
 from hpctrain.run.events import Hang as HangEvent
-from hpctrain.run.folder import RunDir, write_atomically
+from hpctrain.run.folder import RunDir
+from hpctrain.system.files import write_atomically
 
 PENDING_WINDOWS = 8
 """Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
@@ -292,7 +293,7 @@ class Chief:
             path = self.folder.monitor / f"stack-{self.attempt}-{steps}-rank{rank}.txt"
             stack = case.stacks.get(rank, "no stack: the agent of this rank's node did not answer\n")
             try:
-                write_atomically(path, stack.encode())
+                write_atomically(path, stack.encode(), self.folder.path)
                 files[rank] = str(path.relative_to(self.folder.path))
             except RunFailed as error:  # the ranks are to be ended all the same
                 self.say(f"the monitor cannot write stacks: {error.what}", True)
@@ -330,7 +331,8 @@ class Chief:
             return
         self.shown = measures
         try:
-            write_atomically(self.folder.live_view, json.dumps(self.live(measures)).encode())
+            content = json.dumps(self.live(measures)).encode()
+            write_atomically(self.folder.live_view, content, self.folder.path)
         except RunFailed as error:
             self.say(f"the monitor cannot write its live view: {error.what}", False)
 
@@ -365,7 +367,7 @@ class Chief:
         self.events.close()
         if self.heat.used:
             try:
-                self.heat.save(self.folder.heat_map)
+                self.heat.save(self.folder.heat_map, self.folder.path)
             except RunFailed as error:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hpctrain.monitor.chief.cause import COMPUTE
 from hpctrain.monitor.chief.finding import Finding, Kind, State
-from hpctrain.run.folder import write_atomically
 from hpctrain.system import safe_read
+from hpctrain.system.files import write_atomically
 from hpctrain.system.json_shape import fits, is_count, is_time
 
 FILE = "excluded.json"
@@ -50,7 +50,8 @@ def exclude(folder: Path, new: Exclusion, now: float) -> bool:
     entries = excluded(folder, now)
     if any(entry.attempt == new.attempt or entry.host == new.host for entry in entries):
         return False
-    write_atomically(folder / FILE, json.dumps([asdict(entry) for entry in (*entries, new)], indent=2).encode() + b"\n")
+    content = json.dumps([asdict(entry) for entry in (*entries, new)], indent=2).encode() + b"\n"
+    write_atomically(folder / FILE, content, folder.parent)
     return True
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.run.folder import write_atomically
+from hpctrain.system.files import write_atomically
 
 COLUMNS = 512
 """Windows that are kept; when there are more, neighbours are merged to the larger value."""
@@ -37,12 +37,12 @@ class Heat:
         self.values[ranks, column] = np.fmax(self.values[ranks, column], excess.astype(np.float16))
         self.used = max(self.used, column + 1) if self.steps_per_column == self.window_steps else column + 1
 
-    def save(self, path: Path) -> None:
-        """Writes the matrix for the report.
+    def save(self, path: Path, root: Path | None = None) -> None:
+        """Writes the matrix for the report; no link below ``root`` is followed.
 
         Raises:
             RunFailed: it cannot be written.
         """
         content = io.BytesIO()
         np.savez_compressed(content, excess=self.values[:, : self.used], steps_per_column=self.steps_per_column)
-        write_atomically(path, content.getvalue())
+        write_atomically(path, content.getvalue(), root)

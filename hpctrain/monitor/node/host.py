@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.system import cgroups
+
 TICK = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
 NOTABLE = 0.05
@@ -128,18 +130,8 @@ def pressure() -> dict[str, float]:
 
 def control_group() -> dict[str, float]:
     """Seconds for which the job's CPU quota held it back."""
-    for line in lines_of(PROC / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            file, key, unit = Path("/sys/fs/cgroup" + path) / "cpu.stat", "throttled_usec", 1e6
-        elif "cpu" in controllers.split(","):
-            file, key, unit = Path(f"/sys/fs/cgroup/{controllers}{path}") / "cpu.stat", "throttled_time", 1e9
-        else:
-            continue
-        pairs = dict(entry.split() for entry in lines_of(file))
-        if key in pairs:
-            return {"throttled_s": int(pairs[key]) / unit}
-    return {}
+    seconds = cgroups.throttled_s()
+    return {} if seconds is None else {"throttled_s": seconds}
 
 
 def network_counters() -> dict[str, float]:

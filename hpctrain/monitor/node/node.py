@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
 from hpctrain.monitor.node import host as host_counters
-from hpctrain.monitor.node import process, stacks
+from hpctrain.monitor.node import stacks
 from hpctrain.monitor.shared import (
     DUMP_FILE,
     DUMP_SIGNAL,
@@ -34,6 +34,7 @@ from hpctrain.monitor.shared import (
 from hpctrain.monitor.window import Window, condense
 from hpctrain.monitor.wire.message import Message
 from hpctrain.run import deaths
+from hpctrain.system import processes
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
@@ -140,8 +141,8 @@ class Node:
         """ended, gone, stopped, the kernel's letter, or a question mark if it cannot be looked at."""
         if head[STATE] == FINISHED:
             return ENDED
-        letter = process.look(int(head[PID]), head[STARTED])
-        return {process.GONE: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter)
+        letter = processes.look(int(head[PID]), head[STARTED])
+        return {processes.GONE: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter)
 
     def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
         """What the host's counters say since the last reading."""
@@ -196,7 +197,7 @@ class Node:
         """Ends the node's ranks and what they started, except for this agent."""
         for head in self.reader.heads():
             pid = int(head[PID])
-            if head[STATE] == JOINING or process.look(pid, head[STARTED]) == process.GONE:
+            if head[STATE] == JOINING or processes.look(pid, head[STARTED]) == processes.GONE:
                 continue
             for member in [*family(pid), pid]:
                 if member != os.getpid():

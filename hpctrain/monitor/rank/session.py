@@ -29,6 +29,7 @@ from hpctrain.monitor.wire import Interface, interfaces, listen, meeting_address
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python
+from hpctrain.system.files import make_folder, open_log
 
 DUMP_ON = signal.SIGRTMAX - 3
 """Signal on which a rank writes its stacks where py-spy may not read them; frameworks and schedulers leave it alone."""
@@ -157,7 +158,7 @@ def start_agent(
     if world.rank == 0:
         others = [addresses for _, node, addresses in everybody if addresses is not None and node]
         try:
-            folder.monitor.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.monitor, folder.path)
             listener, addresses = listen_for(own, others) if world.nodes > 1 else (None, [])
             port = listener.getsockname()[1] if listener else 0
             meeting = {"addresses": addresses, "port": port, "token": secrets.token_hex(32)}
@@ -208,7 +209,8 @@ def listen_for(own: list[Interface], others: list[list[str]]) -> tuple[socket.so
 def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[bytes]:
     """The process, in its own session, so that signals to the rank's group leave it alone."""
     environment = python.environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile() as stdin, open(folder.monitor / f"agent-{plan.node.node}.log", "ab") as log:
+    log_file = folder.monitor / f"agent-{plan.node.node}.log"
+    with tempfile.TemporaryFile() as stdin, os.fdopen(open_log(log_file, folder.path), "ab") as log:
         stdin.write(json.dumps(dataclasses.asdict(plan)).encode())
         stdin.seek(0)
         agent = subprocess.Popen(

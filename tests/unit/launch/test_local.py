@@ -23,7 +23,7 @@ from hpctrain.launch.mpi_library import (
     probe,
     short,
 )
-from hpctrain.system.cores import cpu_quota, thread_environment, threads_per_rank
+from hpctrain.system.cores import thread_environment, threads_per_rank
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,6 @@ def test_cores_are_shared_and_large_shares_leave_one_to_the_helpers(cores, ranks
 def test_threads_that_the_user_has_set_stay():
     assert "OMP_NUM_THREADS" not in thread_environment(3, {"OMP_NUM_THREADS": "7"})
     assert thread_environment(3, {})["MKL_NUM_THREADS"] == "3"
-
-
-def test_a_containers_quota_counts(tmp_path):
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert cpu_quota(tmp_path) == 2.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path) is None
 
 
 def test_ranks_know_how_many_they_should_be():

@@ -19,7 +19,6 @@ import pytest
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.chief.hang import Beat, HangWatch
-from hpctrain.monitor.node import process
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import PID, STARTED, Layout, Reader, Slot
@@ -182,17 +181,17 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_look_tells_the_dead_from_those_that_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
     with no_descriptors():
-        assert process.look(child.pid, 1.0) == process.UNSEEN
+        assert processes.look(child.pid, 1.0) == processes.UNSEEN
     child.kill()
     child.wait()
-    assert process.look(child.pid, 1.0) == process.GONE
+    assert processes.look(child.pid, 1.0) == processes.GONE
 
 
 def test_a_look_knows_a_number_that_another_process_has_now(child: subprocess.Popen[bytes]) -> None:
     born = processes.birth(child.pid)
-    assert process.look(child.pid, born) in "RSD"
-    assert process.look(child.pid, born + 1) == process.GONE
-    assert process.look(child.pid, 0.0) in "RSD", "its start is not known"
+    assert processes.look(child.pid, born) in "RSD"
+    assert processes.look(child.pid, born + 1) == processes.GONE
+    assert processes.look(child.pid, 0.0) in "RSD", "its start is not known"
 
 
 def test_an_observer_that_cannot_look_reports_no_death() -> None:
@@ -210,7 +209,7 @@ def test_an_observer_that_cannot_look_reports_no_death() -> None:
         assert node.new_lives() == []
         for seconds in (0, 2, 4):
             beats = beats_of(node, now + seconds)
-            assert [beat.state for beat in beats] == [process.UNSEEN] * 2
+            assert [beat.state for beat in beats] == [processes.UNSEEN] * 2
             assert watch.observe(beats) is None and not node.all_over()
     slots[1].head[PID], slots[1].head[STARTED] = 2**22 + 1, 5.0  # a number that no process has
     hang = watch.observe(beats_of(node, now + 6))

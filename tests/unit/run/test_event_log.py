@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from pathlib import Path
 
@@ -10,23 +12,21 @@ import pytest
 from hpctrain.run import event_log
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import OtherEvent, Train, decode
+from tests.support.faults import FileServer
 
 
 class Disk:
-    """A place that is full (/dev/full) or not."""
+    """A place that is full or not."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
-        self.content = b""
+        self.server = FileServer(errno.ENOSPC, str(path), "write", times=0).install(monkeypatch)
 
     def fill(self) -> None:
-        self.content = self.path.read_bytes() if self.path.exists() else b""
-        self.path.unlink(missing_ok=True)
-        self.path.symlink_to("/dev/full")
+        self.server.left = math.inf
 
     def free(self) -> None:
-        self.path.unlink()
-        self.path.write_bytes(self.content)
+        self.server.left = 0
 
     def steps(self) -> list[int]:
         return [event.step for event in decode(self.path.read_bytes())]
@@ -35,7 +35,7 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.delenv("HPCTRAIN_ATTEMPT", raising=False)
-    return Disk(tmp_path / "events.jsonl")
+    return Disk(tmp_path / "events.jsonl", monkeypatch)
 
 
 def test_events_wait_for_space_and_come_in_order(disk: Disk) -> None:

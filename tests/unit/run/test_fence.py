@@ -44,8 +44,9 @@ from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.errors import Code
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir, create_exclusively
+from hpctrain.run.folder import RunDir
 from hpctrain.run.tickets import Tickets
+from hpctrain.system.files import create_exclusively
 from hpctrain.run.verdict import failed_with
 run = RunDir(Path(sys.argv[1]))
 """
@@ -100,7 +101,7 @@ def take_over(run: RunDir) -> LiveLock:
 
 @pytest.mark.slow
 def test_no_number_is_given_twice(run: RunDir) -> None:
-    program = "tickets = Tickets(run.path / 'n')\nfor _ in range(1000): print(tickets.take(b''))"
+    program = "tickets = Tickets(run.path / 'n', run.path)\nfor _ in range(1000): print(tickets.take(b''))"
     taken = sorted(map(int, outputs(run, program, 3)))
     assert taken == list(range(1, 3001))
 
@@ -154,8 +155,8 @@ def test_an_end_that_sleeps_in_its_fsync_takes_nothing_back(run: RunDir) -> None
     Attempts(run).begin(Attempt(host="slow"))
     program = f"""{SLOW_DISK}
 once = os.replace
-def then_slow(*paths):
-    once(*paths)
+def then_slow(*paths, **folders):
+    once(*paths, **folders)
     os.replace, os.fsync = once, slow
 os.replace = then_slow
 Attempts(run).amend(1, failed_with(Code.KILLED, "late", ""))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from hpctrain.report import page
 from hpctrain.report.explain import explain
-from hpctrain.run.folder import RunDir
-from hpctrain.run.history import read
 from hpctrain.run.pictures import MOST, MOST_BYTES, PNG, read_pictures
+from hpctrain.run.view import RunView
 
 
 def test_the_last_pictures_are_shown_and_nothing_else(tmp_path: Path) -> None:
@@ -26,6 +25,6 @@ def test_the_last_pictures_are_shown_and_nothing_else(tmp_path: Path) -> None:
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     (tmp_path / '"><script>.png').write_bytes(PNG)
-    data = read(RunDir(tmp_path))
+    data = RunView(tmp_path).history()
     text = page.render(data, explain(data), [], read_pictures(tmp_path))
     assert "<script>" not in text and "data:image/png;base64,iVBORw0KGgo=" in text

@@ -59,7 +59,7 @@ def test_a_word_written_just_now_may_change_within_its_time_stamp(tmp_path: Path
     assert reader.look()[0].ending is Ending.RUNNING
     path = tmp_path / "n1-1000.json"
     stamp = path.stat().st_mtime_ns
-    WordFile(path).end(dataclasses.replace(word(0), ending=Ending.COMPLETED))
+    WordFile(path, tmp_path).end(dataclasses.replace(word(0), ending=Ending.COMPLETED))
     os.utime(path, ns=(stamp, stamp))
     assert reader.look()[0].ending is Ending.COMPLETED
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from hpctrain.launch.stdout_relay import Passing
 from hpctrain.system import processes
@@ -64,21 +66,6 @@ def test_orphans_in_sessions_of_their_own_are_found_and_ended():
     assert not psutil.pid_exists(orphan)
 
 
-def test_kills_for_memory_are_counted_where_the_kernel_says(tmp_path):
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            counter = tmp_path / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            counter = tmp_path / "memory" / path.lstrip("/") / "memory.oom_control"
-        else:
-            continue
-        counter.parent.mkdir(parents=True, exist_ok=True)
-        counter.write_text("low 0\noom 2\noom_kill 3\n")
-    assert processes.oom_kills(tmp_path) == 3
-    assert processes.oom_kills(tmp_path / "nothing") is None
-
-
 def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
     read, write = os.pipe()
     target = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
@@ -95,12 +82,18 @@ def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
     assert "BAD TERMINATION" in passing.text
 
 
-def test_what_a_dead_mpirun_of_the_same_number_has_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "ompi.1").mkdir()
+def test_the_session_folder_of_mpirun_is_private_and_goes_with_it(tmp_path: Path) -> None:
+    with processes.own_session({"TMPDIR": str(tmp_path), "A": "b"}) as environment:
+        (folder,) = tmp_path.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert environment == {"TMPDIR": str(tmp_path), "A": "b", processes.SESSION_BASES[0]: str(folder)}
+        (folder / "ompi.1" / "0").mkdir(parents=True)
+    assert not list(tmp_path.iterdir())
 
-    def before() -> None:
-        os.makedirs(tmp_path / f"ompi.{os.getpid()}" / "0")
-        processes.forget_session({"TMPDIR": str(tmp_path)})
 
-    subprocess.run(["true"], preexec_fn=before, check=True, timeout=60)
-    assert [path.name for path in tmp_path.iterdir()] == ["ompi.1"]
+@pytest.mark.parametrize("name", processes.SESSION_BASES)
+def test_a_session_folder_that_the_user_names_is_used(tmp_path: Path, name: str) -> None:
+    """Open MPI refuses to be told two."""
+    given = {"TMPDIR": str(tmp_path), name: "/scratch"}
+    with processes.own_session(given) as environment:
+        assert environment == given and not list(tmp_path.iterdir())

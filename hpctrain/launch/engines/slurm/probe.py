@@ -61,10 +61,9 @@ def scratch_dir(named: str) -> Path:
 
 def write_problem(name: str, folder: Path) -> dict[str, str | None]:
     """Why a file cannot be written there, and the code for that; None where it can."""
-    path = folder / f".hpctrain-probe-{socket.gethostname()}-{os.getpid()}"
     try:
-        path.write_bytes(b"x" * 4096)
-        path.unlink()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpctrain-probe-") as file:
+            file.write(b"x" * 4096)
     except OSError as error:
         return {f"{name}_error": f"{folder}: {error.strerror}", f"{name}_code": code_of(error)}
     return {f"{name}_error": None}

@@ -10,10 +10,8 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import socket
-import stat
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError, code_of
 from hpctrain.system import foreign_text
+from hpctrain.system.files import Diverted, make_private, replacement
 
 BLOCK_BYTES = 8 * 2**20
 MARK = "hpctrain-stage "
@@ -106,28 +105,23 @@ def pack(prefix: Path, archive: Path) -> None:
     changed = max((path.stat().st_mtime for path in tells if path.exists()), default=float("inf"))
     if archive.exists() and archive.stat().st_mtime > changed:
         return
-    temporary = archive.with_suffix(f".{os.getpid()}")
     try:
-        with tarfile.open(temporary, "w") as tar:
+        with replacement(archive) as temporary, tarfile.open(temporary, "w") as tar:
             tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
-        os.replace(temporary, archive)
     except OSError as error:
         raise UserError(
             f"cannot pack {prefix} into {archive}: {error.strerror}",
             "free space, or leave out launch.stage_environment",
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _make_own(folder: Path) -> None:
     """Makes the folder for this user alone: its name can be guessed, and ranks run what lies in it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+    try:
+        make_private(folder)
+    except Diverted as error:
         what = f"{folder} on {socket.gethostname()} is not this user's own"
-        raise UserError(what, "have it removed, or name another folder in launch.slurm.scratch")
-    folder.chmod(0o700)
+        raise UserError(what, "have it removed, or name another folder in launch.slurm.scratch") from error
 
 
 def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
@@ -143,25 +137,19 @@ def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
 
 def _copy(source: Path, copy: Path) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
-    temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
-    read, written = hashlib.sha256(), hashlib.sha256()
-    with _explained(str(source), ROOM):
-        try:
-            with open(source, "rb") as reader, open(temporary, "wb") as writer:
-                while block := reader.read(BLOCK_BYTES):
-                    read.update(block)
-                    writer.write(block)
-            with open(temporary, "rb") as reader:
-                while block := reader.read(BLOCK_BYTES):
-                    written.update(block)
-            if read.digest() != written.digest():
-                raise RunFailed(
-                    f"{copy} on {socket.gethostname()} differs from what was written",
-                    f"exclude {socket.gethostname()}: its disk is broken",
-                )
-            os.replace(temporary, copy)
-        finally:
-            temporary.unlink(missing_ok=True)
+    read = hashlib.sha256()
+    with _explained(str(source), ROOM), replacement(copy) as temporary:
+        with open(source, "rb") as reader, open(temporary, "wb") as writer:
+            while block := reader.read(BLOCK_BYTES):
+                read.update(block)
+                writer.write(block)
+        with open(temporary, "rb") as reader:
+            written = hashlib.file_digest(reader, "sha256")
+        if read.digest() != written.digest():
+            raise RunFailed(
+                f"{copy} on {socket.gethostname()} differs from what was written",
+                f"exclude {socket.gethostname()}: its disk is broken",
+            )
 
 
 @contextlib.contextmanager

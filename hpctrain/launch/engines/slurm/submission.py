@@ -21,10 +21,11 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run.events import CheckpointSaved, Train
-from hpctrain.run.folder import RunDir, append_bytes, write_atomically
+from hpctrain.run.folder import RunDir
 from hpctrain.run.job import ALIVE, QueueEntry
 from hpctrain.run.view import RunView
 from hpctrain.system import safe_read
+from hpctrain.system.files import append_bytes, write_atomically
 from hpctrain.system.json_shape import fits, is_count, is_time
 from hpctrain.system.output import say
 
@@ -116,11 +117,11 @@ def own_bin() -> Path:
 def write(planned: Plan) -> None:
     """Makes the run folder with what the job will read."""
     planned.run.create()
-    write_atomically(planned.script_file, planned.script.encode())
+    write_atomically(planned.script_file, planned.script.encode(), planned.run.path)
     for config in (*planned.elements, planned.config):
         run = RunDir.for_config(config)
         run.create()
-        write_atomically(run.run_yaml, dump(config).encode())
+        write_atomically(run.run_yaml, dump(config).encode(), run.path)
 
 
 def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None) -> list[str]:
@@ -169,7 +170,7 @@ def record(run: RunDir, submitted: Submitted) -> None:
     path = run.path / "jobs.jsonl"
     line = json.dumps(dataclasses.asdict(submitted)).encode() + b"\n"
     try:
-        if append_bytes(path, line) == len(line):
+        if append_bytes(path, line, run.path) == len(line):
             return
         why = "no space left on device"
     except OSError as error:

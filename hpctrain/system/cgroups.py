@@ -1,0 +1,68 @@
+"""Control groups: what limits this process, and what the kernel has done to those in its group. Versions 1 and 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROC = Path("/proc")
+ROOT = Path("/sys/fs/cgroup")
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores that the quota at the mounted root allows, which is a container's own group; None if there is no quota."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+
+
+def throttled_s(proc: Path = PROC, root: Path = ROOT) -> float | None:
+    """Seconds for which the CPU quota of this process's group has held it back; None if the kernel does not say."""
+    unified = _counter("cpu", "cpu.stat", "throttled_usec", proc, root)
+    if unified is not None:
+        return unified / 1e6
+    split = _counter("cpu", "cpu.stat", "throttled_time", proc, root)
+    return None if split is None else split / 1e9
+
+
+def oom_kills(proc: Path = PROC, root: Path = ROOT) -> int | None:
+    """How many processes of this process's group the kernel has killed for memory; None if it does not say."""
+    for file in ("memory.events", "memory.oom_control"):
+        if (kills := _counter("memory", file, "oom_kill", proc, root)) is not None:
+            return kills
+    return None
+
+
+def _counter(controller: str, file: str, key: str, proc: Path, root: Path) -> int | None:
+    """A counter of the first of this process's groups that has it."""
+    for group in _groups(controller, proc, root):
+        try:
+            lines = (group / file).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, value = line.partition(" ")
+            if name == key and value.strip().isdigit():
+                return int(value)
+    return None
+
+
+def _groups(controller: str, proc: Path, root: Path) -> list[Path]:
+    """Folders of this process's groups that may speak for a controller: the unified one, and version 1's own."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found.append(root / path.lstrip("/"))
+        elif controller in controllers.split(","):
+            found += [root / name / path.lstrip("/") for name in dict.fromkeys((controllers, controller))]
+    return found

@@ -1,0 +1,193 @@
+"""Files and folders that somebody has prepared: nothing elsewhere is written or removed, and nothing waits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import RunFailed
+from hpctrain.system import files
+from hpctrain.system.output import redirect
+from tests.conftest import NOT_PERMITTED
+from tests.support.hostile import SOMEBODY, as_somebody
+
+
+@pytest.fixture
+def thesis(tmp_path: Path) -> Path:
+    """A folder of the user's own that has nothing to do with runs."""
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.tex").write_text("years of work\n")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def is_untouched(thesis: Path) -> bool:
+    return [path.name for path in thesis.iterdir()] == ["chapter.tex"] and (
+        thesis / "chapter.tex"
+    ).read_text() == "years of work\n"
+
+
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "append": lambda path, root: files.append_bytes(path, b"x\n", root),
+    "overwrite": lambda path, root: files.overwrite(path, b"x\n", root),
+    "create": lambda path, root: files.create_exclusively(path, b"x\n", root),
+    "replace": lambda path, root: files.write_atomically(path, b"x\n", root),
+    "log": lambda path, root: os.close(files.open_log(path, root)),
+    "fresh log": lambda path, root: os.close(files.open_log(path, root, fresh=True)),
+    "make": files.make_folder,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_link_to_a_file_is_not_written_through(name: str, run: Path, thesis: Path) -> None:
+    (run / "word").symlink_to(thesis / "chapter.tex")
+    try:
+        WRITERS[name](run / "word", run)
+    except (files.Diverted, RunFailed):
+        assert (run / "word").is_symlink()
+    assert is_untouched(thesis)
+
+
+@pytest.mark.parametrize("depth", ["ranks", "ranks/2"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_link_to_a_folder_is_not_walked_through(name: str, depth: str, run: Path, thesis: Path) -> None:
+    (run / depth).parent.mkdir(exist_ok=True)
+    (thesis / "2").mkdir()
+    (run / depth).symlink_to(thesis)
+    with pytest.raises((files.Diverted, RunFailed), match="is a link"):
+        WRITERS[name](run / "ranks" / "2" / "word", run)
+    (thesis / "2").rmdir()
+    assert is_untouched(thesis)
+
+
+def test_a_folder_behind_a_link_is_not_removed(run: Path, thesis: Path) -> None:
+    (run / "ranks").mkdir()
+    (run / "ranks" / "2").symlink_to(thesis)
+    with pytest.raises(files.Diverted, match="ranks/2 is a link"):
+        files.remove_folder(run / "ranks" / "2", run)
+    assert is_untouched(thesis)
+
+
+def test_a_link_in_a_folder_that_is_removed_goes_and_what_it_names_stays(run: Path, thesis: Path) -> None:
+    (run / "2").mkdir()
+    (run / "2" / "a").symlink_to(thesis / "chapter.tex")
+    (run / "2" / "b").write_text("")
+    files.remove_folder(run / "2", run)
+    assert not (run / "2").exists() and is_untouched(thesis)
+
+
+def test_links_on_the_way_to_the_users_folder_are_the_users(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "home").symlink_to(run)
+    root = tmp_path / "home"
+    files.make_folder(root / "ranks" / "2", root)
+    for name, write in WRITERS.items():
+        write(root / "ranks" / "2" / name, root)
+    assert {path.name for path in (run / "ranks" / "2").iterdir()} == set(WRITERS)
+
+
+@pytest.mark.parametrize("name", ["append", "overwrite", "log"])
+def test_nobody_waits_for_a_pipes_other_end(name: str, run: Path) -> None:
+    os.mkfifo(run / "word")
+    with pytest.raises(files.Diverted, match="word is not"):
+        WRITERS[name](run / "word", run)
+
+
+def test_a_fresh_log_replaces_what_was_there(run: Path) -> None:
+    (run / "log").write_text("old")
+    with os.fdopen(files.open_log(run / "log", run, fresh=True), "wb") as log:
+        log.write(b"new")
+    assert (run / "log").read_text() == "new"
+
+
+def test_output_goes_to_no_log_behind_a_link(run: Path, thesis: Path) -> None:
+    (run / "logs").mkdir()
+    (run / "logs" / "0.out").symlink_to(thesis / "chapter.tex")
+    program = f"import sys\nfrom pathlib import Path\nfrom {redirect.__module__} import redirect\n"
+    program += "redirect(Path(sys.argv[1], 'logs', '0.out'), Path(sys.argv[1]), keep_stdout=False)\nprint('here')"
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
+    assert is_untouched(thesis)
+
+
+def test_files_are_not_for_everybody_to_write(run: Path) -> None:
+    former = os.umask(0)
+    try:
+        files.make_folder(run / "a", run)
+        for name, write in WRITERS.items():
+            write(run / "a" / name, run)
+    finally:
+        os.umask(former)
+    assert not [path for path in (run / "a", *(run / "a").iterdir()) if path.stat().st_mode & stat.S_IWOTH]
+
+
+# Replacing
+
+
+def test_a_replacement_appears_whole_or_not_at_all(run: Path) -> None:
+    path = run / "a.h5"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), files.replacement(path) as temporary:
+        temporary.write_text("half")
+        raise ZeroDivisionError
+    assert [entry.name for entry in run.iterdir()] == ["a.h5"] and path.read_text() == "old"
+    with files.replacement(path) as temporary:
+        assert temporary.suffix == ".h5" and temporary.parent == run
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert [entry.name for entry in run.iterdir()] == ["a.h5"] and path.read_text() == "new"
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing(run: Path) -> None:
+    (run / "a").mkdir()
+    with pytest.raises(RunFailed, match="cannot write"):
+        files.write_atomically(run / "a", b"x", run)
+    assert [entry.name for entry in run.iterdir()] == ["a"]
+
+
+# Private folders
+
+
+def test_a_private_folder_is_made_private(run: Path) -> None:
+    (run / "a").mkdir(mode=0o755)
+    for name in ("a", "b"):
+        files.make_private(run / name)
+        assert stat.S_IMODE((run / name).stat().st_mode) == 0o700
+
+
+def test_a_private_folder_is_no_link(run: Path, thesis: Path) -> None:
+    thesis.chmod(0o755)
+    (run / "a").symlink_to(thesis)
+    with pytest.raises(files.Diverted, match="is a link"):
+        files.make_private(run / "a")
+    assert stat.S_IMODE(thesis.stat().st_mode) == 0o755
+
+
+def test_a_private_folder_is_no_other_users(tmp_path: Path) -> None:
+    """Who knows its name can make it first, in a folder that all may write to."""
+    if not as_somebody():
+        pytest.skip(f"{NOT_PERMITTED}becoming another user")
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):  # pytest's own are private
+        folder.chmod(folder.stat().st_mode | 0o011)
+    subprocess.run([*as_somebody(), "mkdir", "-m", "777", str(shared / "job")], check=True, timeout=60)
+    assert (shared / "job").stat().st_uid == SOMEBODY
+    with pytest.raises(files.Diverted) as caught:
+        files.make_private(shared / "job")
+    assert caught.value.errno == errno.EPERM
+    assert (shared / "job").stat().st_mode & 0o777 == 0o777, "it is the other one's, and stays as it is"
