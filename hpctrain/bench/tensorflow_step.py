@@ -22,7 +22,7 @@ from hpctrain.bench.step import Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.tensorflow.framework import open_framework
+from hpctrain.frameworks.tensorflow.framework import open_keras
 from hpctrain.frameworks.tensorflow.runtime import choose_gpu, set_environment
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -137,7 +137,7 @@ class Ours:
         train = TrainConfig(steps=1, global_batch=samples)
         config = Config(name="bench", task="bench:step", train=train, reduce=reduce)
         self.batch, self.samples = problem.batch, samples
-        self.framework = open_framework(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
+        self.framework = open_keras(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
 
     def step(self) -> None:

@@ -204,7 +204,7 @@ def make_framework(
     """
     choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
-        from hpctrain.frameworks.torch.framework import open_framework as open_torch
+        from hpctrain.frameworks.torch.framework import open_torch
 
         framework = open_torch(task, world, config, clock, choice)
         if framework.device.type == "cuda" and isinstance(clock, RingClock):
@@ -212,7 +212,7 @@ def make_framework(
 
             follow_cuda(clock)
         return framework
-    from hpctrain.frameworks.tensorflow.framework import open_framework as open_keras
+    from hpctrain.frameworks.tensorflow.framework import open_keras
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return open_keras(task, world, config, clock, choice)

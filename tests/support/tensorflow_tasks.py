@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
-from hpctrain.frameworks.tensorflow.framework import KerasFramework, open_framework
+from hpctrain.frameworks.tensorflow.framework import KerasFramework, open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
@@ -103,7 +103,7 @@ def make_framework(
         train=settings,
         reduce=ReduceConfig(kind=kind, **dict(reduce)),  # type: ignore[arg-type]
     )
-    return open_framework(task, world, config, IntervalClock(), choice(config.reduce, world))
+    return open_keras(task, world, config, IntervalClock(), choice(config.reduce, world))
 
 
 def train(framework: KerasFramework, steps: int, accumulate: int = 1, skip: int = 0) -> list[float]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
-from hpctrain.frameworks.torch.framework import TorchFramework, open_framework, seed
+from hpctrain.frameworks.torch.framework import TorchFramework, open_torch, seed
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
@@ -121,7 +121,7 @@ def make_framework(
         train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
         reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
     )
-    return open_framework(task, world, config, IntervalClock(), choice(config.reduce, world, way))
+    return open_torch(task, world, config, IntervalClock(), choice(config.reduce, world, way))
 
 
 def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[float]:

@@ -84,7 +84,7 @@ class KerasFramework:
     def __init__(self, ready: ReadyTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """
         Args:
-            ready: see ``open_framework``, which makes one, and of it a framework.
+            ready: see ``open_keras``, which makes one, and of it a framework.
             world, config, clock, choice: see there.
         """
         task, train, variables = ready.task, config.train, ready.task.model.trainable_variables
@@ -262,7 +262,7 @@ class KerasFramework:
             self.reducer = self.steps = None
 
 
-def open_framework(
+def open_keras(
     task: KerasTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice
 ) -> KerasFramework:
     """A framework whose model and optimizer are equal on all ranks; noise is each rank's own. Collective.

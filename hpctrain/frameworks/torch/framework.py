@@ -82,7 +82,7 @@ class TorchFramework:
     def __init__(self, ready: ReadyTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> None:
         """
         Args:
-            ready: see ``open_framework``, which makes one, and of it a framework.
+            ready: see ``open_torch``, which makes one, and of it a framework.
             world, config, clock, choice: see there.
         """
         train = config.train
@@ -351,7 +351,7 @@ class TorchFramework:
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
 
 
-def open_framework(task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> TorchFramework:
+def open_torch(task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> TorchFramework:
     """A framework whose model is on this rank's device and equal on all ranks. Collective.
 
     Args:

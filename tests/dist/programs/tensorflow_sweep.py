@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.tensorflow.framework import open_framework
+from hpctrain.frameworks.tensorflow.framework import open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -44,7 +44,7 @@ def on_ranks(problem: Problem, world: World) -> tuple[Weights, Weights]:
     train = TrainConfig(steps=1, global_batch=1, **problem.train)
     kind: Any = "mpi" if world.size > 1 else "none"
     config = Config(name="sweep", task="a:b", train=train, reduce=ReduceConfig(kind=kind))
-    framework = open_framework(task, world, config, IntervalClock(), ReducerChoice(config.reduce, world))
+    framework = open_keras(task, world, config, IntervalClock(), ReducerChoice(config.reduce, world))
     if framework.loss_scale:
         framework.loss_scale.state[0] = NO_OVERFLOW
     before = weights(task)

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.torch.framework import open_framework, seed
+from hpctrain.frameworks.torch.framework import open_torch, seed
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
@@ -34,7 +34,7 @@ def on_ranks(problem: Problem, world: World) -> tuple[Weights, Weights]:
     train = TrainConfig(steps=1, global_batch=1, **problem.train)
     kind: Any = "mpi" if world.size > 1 else "none"
     config = Config(name="sweep", task="a:b", train=train, reduce=ReduceConfig(kind=kind))
-    framework = open_framework(task, world, config, IntervalClock(), ReducerChoice(config.reduce, world))
+    framework = open_torch(task, world, config, IntervalClock(), ReducerChoice(config.reduce, world))
     before = weights(task)
     for batch in batches(problem.fields):
         framework.step(micro_batches(batch, world.data, train.accumulate), len(batch["x"]))
