@@ -120,7 +120,8 @@ class ChiefAgent:
                 over_since = now
                 self.node.alarmed = True
             if over_since is not None:
-                still = self.trusted or self.chief.open_hang is not None
+                strangers = self.door is not None and self.door.strangers
+                still = self.trusted or strangers or self.chief.open_hang is not None
                 if not still or now - over_since > LINGER_S:
                     break
         self.turn(0)  # the first rank waits for the end of this process
@@ -224,7 +225,7 @@ class NodeAgent:
         self.node.alarmed = True
         self.turn()
         deadline = time.monotonic() + LINGER_S
-        while self.connection and self.connection.wants_to_send and time.monotonic() < deadline:
+        while self.connection and self.connection.has_unsent and time.monotonic() < deadline:
             self.turn()
         if self.connection:
             self.connection.close()

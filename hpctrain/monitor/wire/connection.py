@@ -73,6 +73,11 @@ class Connection:
         """Something waits that may be sent now."""
         return bool(self.sending or (self.trusted and self.queue))
 
+    @property
+    def has_unsent(self) -> bool:
+        """Something waits, perhaps for the peer's proof."""
+        return bool(self.sending or self.queue)
+
     def send(self, message: Message) -> None:
         """Queues a message; drops the oldest one if the peer does not keep up."""
         content = message.encode()
