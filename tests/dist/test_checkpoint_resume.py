@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
-from tests.support.command import events
 from hpctrain.run.folder import RunDir
+from tests.support.command import events
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"

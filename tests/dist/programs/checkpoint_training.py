@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.rank import wiring
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
+from hpctrain.rank import wiring
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import IntervalClock

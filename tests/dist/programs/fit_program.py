@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.run.events import Event
 import hpctrain
+from hpctrain.run.events import Event
 
 
 class Counter(hpctrain.BaseHook):
