@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,3 +163,20 @@ def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
     assert (wrong.topic, wrong.status) == ("trial", Status.PROBLEM)
     assert "KeyError: 'label' (wrong_torch_tasks.py:" in wrong.value
     assert right.status is Status.OK
+
+
+def test_a_single_process_has_a_log_with_the_traceback(tmp_path: Path) -> None:
+    from tests.support.command import hpctrain, write_run
+
+    task = f"{wrong_torch_tasks.__file__}:task"
+    run_file = write_run(
+        tmp_path,
+        task=task,
+        task_args={"which": "swapped"},
+        train={"steps": 1, "global_batch": 8},
+        run_dir=f"{tmp_path}/run",
+    )
+    ended = hpctrain("train", run_file, code=64)
+    (log,) = (tmp_path / "run/logs").iterdir()
+    assert f"traceback: {log}" in ended.output and "Traceback" not in ended.output
+    assert "Traceback" in log.read_text() and "wrong_torch_tasks.py" in log.read_text()
