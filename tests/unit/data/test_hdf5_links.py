@@ -356,7 +356,8 @@ class TestOutside:
             "def task(world):\n"
             "    model = torch.nn.Linear(1, 1)\n"
             "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-            f"    return TorchTask(model, torch.nn.MSELoss(), optimizer, {str(path)!r}, validation={str(path)!r})\n"
+            "    loss = lambda outputs, batch: outputs.mean()\n"
+            f"    return TorchTask(model, loss, optimizer, {str(path)!r}, validation={str(path)!r})\n"
         )
         run_file = folder / "run.yaml"
         text = f"name: a\ntask: {folder}/task.py:task\ntrain: {{steps: 1, global_batch: 2}}\n"
