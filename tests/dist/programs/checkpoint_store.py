@@ -135,7 +135,7 @@ def dropped(world: World, folder: Path) -> None:
     saver.drop(wanted=())
     free.set()
     first, second = saver.finish(), saver.finish()
-    assert first.is_dropped and first.error and not first.is_hopeless and not first.is_replaced, first
+    assert first.is_dropped and first.error and not first.is_final, first
     assert second.error is None and saver.idle, second
     saver.close()
     world.everyone.barrier("look at the folder")
