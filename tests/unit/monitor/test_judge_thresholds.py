@@ -265,3 +265,26 @@ def test_one_ranks_pauses_are_named_from_a_twentieth_of_the_time_on(seconds: flo
     findings = watched(judge_of(4), *(with_pause(index, 2, seconds) for index in range(20)))
     assert {finding.ranks for finding in findings if finding.kind is Kind.PAUSES} == ({(2,)} if is_named else set())
     assert not told(findings, Kind.ROTATING)
+
+
+# Unequal work
+
+
+def loaded(index: int, share: float) -> Window:
+    """Eight ranks, the last of which has so much more work than the others and takes as much longer."""
+    plain = window(index, [1.0] * 7 + [1.0 + share])
+    work = np.ones_like(plain.busy)
+    work[-1] += share
+    return Window(index, plain.ranks, plain.busy, plain.wait, work, plain.typical, plain.mean)
+
+
+def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone() -> None:
+    for share, is_told in ((0.125, True), (0.12, False)):
+        findings = watched(judge_of(8), *(loaded(index, share) for index in range(3)))
+        assert told(findings, Kind.IMBALANCE) == ([(State.SUSPECT, 0), (State.CONFIRMED, 1)] if is_told else [])
+        assert not told(findings, Kind.RANK)
+    judge = judge_of(8)
+    findings = watched(judge, *(loaded(index, 0.5) for index in range(3)))
+    assert findings[-1].ranks == (7,) and findings[-1].cost == pytest.approx(0.5 / 1.75)
+    findings = watched(judge, *(loaded(index, 0.0) for index in range(3, 8)))
+    assert told(findings, Kind.IMBALANCE) == [(State.CLEARED, 5)]
