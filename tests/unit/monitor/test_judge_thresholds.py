@@ -288,3 +288,12 @@ def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone() -> N
     assert findings[-1].ranks == (7,) and findings[-1].cost == pytest.approx(0.5 / 1.75)
     findings = watched(judge, *(loaded(index, 0.0) for index in range(3, 8)))
     assert told(findings, Kind.IMBALANCE) == [(State.CLEARED, 5)]
+
+
+def test_pauses_that_no_phase_accounts_for_have_no_single_cause() -> None:
+    def unaccounted(index: int) -> Window:
+        paused = with_pause(index, index % 4, 8.0)
+        return Window(index, paused.ranks, paused.busy, paused.wait, paused.work, paused.typical, paused.typical)
+
+    findings = watched(judge_of(4), *(unaccounted(index) for index in range(8)))
+    assert [finding.cause for finding in findings if finding.kind is Kind.ROTATING] == ["mixed", "mixed"]
