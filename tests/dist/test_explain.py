@@ -6,15 +6,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.programs import launch_task
-from tests.dist.test_wrong_input import BLOCK_HOROVOD
+from tests.dist.conftest import Ended
 from tests.support.command import HPCTRAIN, hpctrain, misbehaving_run, reaches_step, started, wait_for
 from tests.support.mpi import rank_environment, run_in_group
 
@@ -42,9 +41,12 @@ def said(answer: dict[str, Any]) -> str:
         ("sys-exit", 70, "exception", ["rank 1", "sys.exit"]),
     ],
 )
-def test_ranks_that_misbehave(tmp_path: Path, mode: str, code: int, cause: str, parts: list[str]) -> None:
-    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, mode), code=code)
-    answer = explained(tmp_path)
+def test_ranks_that_misbehave(
+    ended: Callable[[str], Ended], mode: str, code: int, cause: str, parts: list[str]
+) -> None:
+    run = ended(mode)
+    assert run.said.returncode == code, run.said.output
+    answer = explained(run.folder)
     assert answer["cause"] == cause, answer
     assert [part for part in parts if part not in said(answer)] == []
     assert answer["advice"]
@@ -67,24 +69,6 @@ def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
     answer = explained(tmp_path)
     assert answer["cause"] == "stopped", answer
     assert "STOP" in said(answer) and "newest checkpoint" in said(answer)
-
-
-def test_data_that_lacks_what_the_task_wants(tmp_path: Path) -> None:
-    launch_task.ragged(tmp_path / "data.h5")
-    path = misbehaving_run(tmp_path, task_args={"data": str(tmp_path / "data.h5")})
-    hpctrain("run", "-n", 2, path, code=64)
-    answer = explained(tmp_path)
-    assert answer["cause"] == "user_error", answer
-    assert "data.h5" in said(answer)
-
-
-def test_horovod_that_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BLOCK_HOROVOD)
-    path = misbehaving_run(tmp_path, reduce={"kind": "horovod"})
-    hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, code=64)
-    answer = explained(tmp_path)
-    assert answer["cause"] == "horovod", answer
-    assert "install-horovod" in said(answer)
 
 
 def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
@@ -193,13 +177,12 @@ def test_a_rank_that_the_kernel_ends_for_its_memory(tmp_path: Path) -> None:
     assert "rank 1" in said(answer)
 
 
-def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
-    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, "kill"), code=70)
+def test_what_is_not_known_is_said_to_be_unknown(ended: Callable[[str], Ended], tmp_path: Path) -> None:
+    shutil.copytree(ended("kill").run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "ranks")
     (tmp_path / "run" / "run.json").unlink()
     assert explained(tmp_path)["cause"] == "unknown"
 
 
-def test_a_run_that_completed(tmp_path: Path) -> None:
-    hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
-    assert explained(tmp_path)["cause"] in ("completed",)
+def test_a_run_that_completed(ended: Callable[[str], Ended]) -> None:
+    assert explained(ended("").folder)["cause"] == "completed"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
 from hpctrain.run.view import RunView
 from hpctrain.system.processes import own_session
+from tests.dist.conftest import Ended
 from tests.support.command import (
     endings,
     events,
@@ -44,22 +46,22 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [process for process in processes_of(pid) if "train" in process.cmdline()]
 
 
-def test_two_ranks_train_as_one_job(tmp_path):
-    result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
-    assert result.stderr == ""
-    assert "2 ranks on " in result.stdout
-    saved = read_words(RunDir(tmp_path / "run"), 1)
+def test_two_ranks_train_as_one_job(ended: Callable[[str], Ended]) -> None:
+    run = ended("")
+    assert (run.said.returncode, run.said.stderr) == (0, "")
+    assert "2 ranks on " in run.said.stdout
+    saved = read_words(RunDir(run.run), 1)
     assert saved is not None and saved.verdict is not None
     assert [word.ending.value for word in saved.ranks] == ["completed", "completed"]
     assert len({word.weights_hash for word in saved.ranks}) == 1
     assert (saved.verdict.action.value, saved.verdict.code.value) == ("done", "completed")
-    kinds = {event.name for event in RunView(tmp_path / "run").events()}
+    kinds = {event.name for event in RunView(run.run).events()}
     assert {"run_started", "train", "run_finished"} <= kinds <= KINDS.keys()
-    (begin,) = events(tmp_path / "run", "run_started")
+    (begin,) = events(run.run, "run_started")
     assert (begin["ranks"], begin["reducer"], begin["framework"]) == (2, "mpi", "torch")
-    (end,) = events(tmp_path / "run", "run_finished")
+    (end,) = events(run.run, "run_finished")
     assert (end["reason"], end["step"], end["steps"]) == ("completed", 12, 12)
-    assert not leftovers(tmp_path)
+    assert not leftovers(run.folder)
 
 
 def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: Path) -> None:
@@ -83,9 +85,8 @@ def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: P
     assert left.name.startswith("ompi."), "what is not ours stays; of ours nothing is left"
 
 
-def test_the_run_folder_says_what_ran(tmp_path):
-    hpctrain("run", "-n", 2, misbehaving_run(tmp_path))
-    run_dir = RunDir(tmp_path / "run")
+def test_the_run_folder_says_what_ran(ended: Callable[[str], Ended]) -> None:
+    run_dir = RunDir(ended("").run)
     info = Attempts(run_dir).info()
     (attempt,) = info["attempts"]
     assert (info["fence"], attempt["ranks"], attempt["verdict"]["exit_code"]) == (1, 2, 0)
@@ -214,10 +215,11 @@ def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["exit", "sys-exit"])
-def test_a_rank_that_leaves_in_mid_run_takes_the_others_down(tmp_path, mode):
-    result = hpctrain("run", "-n", 2, misbehaving_run(tmp_path, mode), timeout=60, code=70)
-    assert "rank 1 on " in result.stderr
-    assert not leftovers(tmp_path)
+def test_a_rank_that_leaves_in_mid_run_takes_the_others_down(ended: Callable[[str], Ended], mode: str) -> None:
+    run = ended(mode)
+    assert run.said.returncode == 70, run.said.output
+    assert "rank 1 on " in run.said.stderr
+    assert not leftovers(run.folder)
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
@@ -231,12 +233,6 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     hpctrain("run", "-n", 2, misbehaving_run(tmp_path, **{**LONG, "train": {"steps": 12}}))
     assert Attempts(RunDir(tmp_path / "run")).info()["fence"] == 2
-
-
-def test_repeated_failure_ends_with_its_own_code(tmp_path):
-    path = misbehaving_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
-    for code in (70, 76):
-        hpctrain("run", "-n", 2, path, code=code)
 
 
 def test_a_plain_command_is_watched_too(tmp_path):

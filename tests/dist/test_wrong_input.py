@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
+from tests.dist.conftest import Ended
 from tests.dist.programs import launch_task
 from tests.support.command import (
     HPCTRAIN,
@@ -41,6 +43,13 @@ def refused(result: Result, code: int, *parts: str) -> None:
     assert result.stderr.count("hpctrain: ") == 1, result.stderr
     assert result.stderr.count("  fix: ") == 1, result.stderr
     assert "Traceback" not in result.output
+
+
+def assert_explained(run: Path, cause: str, part: str) -> None:
+    """``hpctrain explain`` names the cause and this part of it."""
+    answer = json.loads(hpctrain("explain", run, "--json").stdout)
+    assert answer["cause"] == cause, answer
+    assert part in " ".join([answer["title"], *answer["evidence"], answer["advice"]])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,7 @@ def test_wrong_data(tmp_path, make, parts):
     result = run_on_two(misbehaving_run(tmp_path, task_args={"data": str(data)}))
     refused(result, 64, *parts)
     assert endings(tmp_path / "run") == ["failed", "failed"]
+    assert_explained(tmp_path / "run", "user_error", "data.h5")
 
 
 def test_a_dataset_that_the_task_wants_is_missing(tmp_path):
@@ -104,9 +114,10 @@ def test_a_dataset_that_the_task_wants_is_missing(tmp_path):
     assert "Traceback" not in result.output
 
 
-def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(tmp_path):
-    refused(run_on_two(misbehaving_run(tmp_path, "nan")), 76, "not finite", "step 4", "rank 1", "samples")
-    assert endings(tmp_path / "run") == ["failed", "failed"]
+def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(ended: Callable[[str], Ended]) -> None:
+    run = ended("nan")
+    refused(run.said, 76, "not finite", "step 4", "rank 1", "samples")
+    assert endings(run.run) == ["failed", "failed"]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -119,18 +130,18 @@ def test_weights_that_are_not_numbers_are_not_saved(tmp_path, mode):
     assert loaded.step < 4 and all(np.isfinite(array).all() for array in loaded.arrays.values())
 
 
-def test_a_task_that_raises_on_one_rank_only(tmp_path):
-    result = run_on_two(misbehaving_run(tmp_path, "raise-in-task"), timeout=60)
-    refused(result, 70, "rank 1 on ", "this rank has no luck", "launch_task.py:")
-    assert endings(tmp_path / "run") == ["taken_down", "failed"]
+def test_a_task_that_raises_on_one_rank_only(ended: Callable[[str], Ended]) -> None:
+    run = ended("raise-in-task")
+    refused(run.said, 70, "rank 1 on ", "this rank has no luck", "launch_task.py:")
+    assert endings(run.run) == ["taken_down", "failed"]
 
 
-def test_a_step_that_raises_on_one_rank_only(tmp_path):
-    result = run_on_two(misbehaving_run(tmp_path, "raise"), timeout=60)
-    refused(result, 70, "rank 1 on ", "ValueError: bad sample")
-    assert endings(tmp_path / "run") == ["taken_down", "failed"]
-    assert "in __call__" in last_words(tmp_path / "run")[1]["error"]["traceback"]
-    assert not leftovers(tmp_path)
+def test_a_step_that_raises_on_one_rank_only(ended: Callable[[str], Ended]) -> None:
+    run = ended("raise")
+    refused(run.said, 70, "rank 1 on ", "ValueError: bad sample")
+    assert endings(run.run) == ["taken_down", "failed"]
+    assert "in __call__" in last_words(run.run)[1]["error"]["traceback"]
+    assert not leftovers(run.folder)
 
 
 def test_the_same_under_plain_mpirun(tmp_path, mpirun):
@@ -172,6 +183,7 @@ def test_horovod_is_missing(tmp_path):
     path = misbehaving_run(tmp_path, reduce={"kind": "horovod"})
     result = run_on_two(path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"})
     refused(result, 64, "Horovod is not installed", "hpctrain install-horovod")
+    assert_explained(tmp_path / "run", "horovod", "install-horovod")
 
 
 def test_horovod_uses_another_mpi_library(tmp_path):

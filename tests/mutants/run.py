@@ -48,7 +48,7 @@ OPERATORS = [
     *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ZeroIterationForLoop"),
 ]
 """Of cosmic-ray, by their short names: one or two for each kind of mistake."""
-PATIENCE_S = 120
+PATIENCE_S = 60
 """For the tests of one mutant, which may never end; far above what they take."""
 
 
@@ -99,7 +99,7 @@ def passes(tests: list[str], copy: Path) -> bool:
     """Whether tests pass in a copy of the checkout; those that do not end do not pass."""
     # Without compiled files: a change that keeps size and second of a file would load the code before.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed", "0", *tests]
     try:
         done = subprocess.run(words, cwd=copy, env=environment, timeout=PATIENCE_S, capture_output=True, check=False)
     except subprocess.TimeoutExpired:
@@ -164,9 +164,9 @@ def copy_of_checkout(to: Path) -> Path:
         check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
     return to
 
 

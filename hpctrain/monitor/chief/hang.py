@@ -91,8 +91,7 @@ def who_never_arrived(beats: list[Beat]) -> list[Beat]:
     if furthest is not None:
         return [beat for beat in beats if not (beat.waits and beat.steps == furthest)]
     ahead = max(beat.steps for beat in beats)
-    behind = [beat for beat in beats if beat.steps < ahead]
-    return behind if len(behind) < len(beats) else []
+    return [beat for beat in beats if beat.steps < ahead]
 
 
 class HangWatch:

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape, fit_amdahl, fit_exchange, least_squares, ring
+from hpctrain.bench.scaling.fit import (
+    Amdahl,
+    ExchangeModel,
+    Link,
+    Sample,
+    Shape,
+    fit_amdahl,
+    fit_exchange,
+    least_squares,
+    ring,
+)
 
 SIZES = (2**12, 2**16, 2**20, 2**24)
 
@@ -79,3 +89,69 @@ def test_amdahls_law_is_found_again(serial: float, parallel: float) -> None:
     law = fit_amdahl(ranks, [serial + parallel / count for count in ranks])
     assert law.seconds(64) == pytest.approx(serial + parallel / 64, rel=1e-3, abs=1e-4)
     assert law.serial_fraction == pytest.approx(serial / (serial + parallel), abs=1e-3)
+
+
+def test_several_disturbed_exchanges_of_a_size_are_left_behind() -> None:
+    """One in six is five times too slow: plain least squares would be off by more than a tenth."""
+    link = Link(3e-5, 1e-8)
+    samples = [
+        sample for seed in range(4) for sample in exchanges(ExchangeModel(between=link), [Shape(2, 1)], 0.01, seed)
+    ]
+    disturbed = [
+        Sample(each.shape, each.bytes, each.seconds * (5 if n % 6 == 0 else 1)) for n, each in enumerate(samples)
+    ]
+    fitted = fit_exchange(disturbed).between
+    assert fitted is not None
+    assert fitted.s_per_byte == pytest.approx(link.s_per_byte, rel=0.02)
+    assert fitted.alpha_s == pytest.approx(link.alpha_s, rel=0.05)
+
+
+def test_the_fit_weighs_outliers_as_huber_does() -> None:
+    """One unknown: the solution is where the weighted residuals balance, each capped at 1.345 robust deviations."""
+    values = np.array([0.98, 0.99, 1.0, 1.01, 1.02, 1.3])
+    (found,) = least_squares(np.ones((6, 1)), values)
+    misfit = found / values - 1
+    spread = 1.4826 * np.median(np.abs(misfit))
+    influence = np.clip(misfit, -1.345 * spread, 1.345 * spread) / values
+    assert abs(influence.sum()) < 0.01 * np.abs(influence).sum()
+    assert abs(found - values.mean()) > 0.02, "the mean of relative residuals is elsewhere"
+
+
+def test_what_is_known_exactly_is_found_exactly() -> None:
+    columns = np.array([[1.0, 1.0], [1.0, 0.5], [1.0, 0.25]])
+    assert least_squares(columns, columns @ [2.0, 0.0]) == pytest.approx([2.0, 0.0], abs=1e-12)
+    assert least_squares(columns, columns @ [0.0, 3.0]) == pytest.approx([0.0, 3.0], abs=1e-12)
+    assert least_squares(columns, columns @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
+
+
+def test_two_ranks_on_one_node_tell_of_the_link_inside_and_one_rank_of_nothing() -> None:
+    link = Link(2e-6, 1e-10)
+    fitted = fit_exchange(exchanges(ExchangeModel(inside=link), [Shape(1, 2)]))
+    assert fitted.inside is not None and fitted.between is None
+    assert fitted.inside.alpha_s == pytest.approx(link.alpha_s) and fitted.inside.s_per_byte == pytest.approx(1e-10)
+    assert fit_exchange([Sample(Shape(1, 1), 8, 1e-6)]) == ExchangeModel(None, None)
+
+
+def test_nodes_that_take_less_than_their_insides_still_take_a_tenth() -> None:
+    """Noise may make the whole look faster than a part; a link that costs nothing would predict nothing."""
+    inside = [Sample(Shape(1, 2), size, 1e-3) for size in SIZES]
+    both = [Sample(Shape(2, 2), size, 5e-4) for size in SIZES]
+    between = fit_exchange([*inside, *both]).between
+    assert between is not None
+    assert between.seconds(2, SIZES[0]) == pytest.approx(5e-5, rel=0.05)
+
+
+def test_a_ring_in_numbers() -> None:
+    assert ring(1) == (0, 0) and ring(2) == (2, 1) and ring(4) == (6, 1.5)
+    assert Link(0.5, 0.25).seconds(4, 8.0) == 6 * 0.5 + 1.5 * 8 * 0.25
+    assert ExchangeModel(Link(0.5, 0), Link(0.25, 0)).seconds(Shape(2, 3), 1) == 4 * 0.5 + 2 * 0.25
+
+
+def test_shapes_in_words() -> None:
+    assert str(Shape(1, 1)) == "1 node (1 rank)" and str(Shape(2, 2)) == "2 nodes (4 ranks)"
+
+
+def test_the_serial_share_of_no_time_at_all_is_none() -> None:
+    assert Amdahl(0.0, 0.0).serial_fraction == 0
+    assert Amdahl(1e-3, 3e-3).serial_fraction == pytest.approx(0.25)
+    assert Amdahl(1.0, 4.0).seconds(4) == 2

@@ -106,3 +106,42 @@ def test_what_failed_is_tried_again_soon_and_within_the_budget(failures: int, st
 def test_keeping_none_is_refused() -> None:
     with pytest.raises(UserError):
         Retention(last=0)
+
+
+def test_each_failed_save_doubles_the_wait_up_to_two_minutes() -> None:
+    waits = [Policy().retry_s(failures, stall_s=0.0) for failures in range(1, 8)]
+    assert waits == [10, 20, 40, 80, 120, 120, 120]
+    assert Policy(overhead_budget=0.05).retry_s(1, stall_s=10.0) == 200, "a retry stalls as well"
+
+
+def test_no_rule_makes_nothing_due_and_the_first_step_is_no_multiple_by_itself() -> None:
+    assert not Policy().due_at(20, 1, at_epoch_end=True)
+    assert not Policy(every_steps=10).due_at(21, 1, at_epoch_end=True)
+    assert not Policy(every_epochs=2).due_at(21, 1, at_epoch_end=True)
+
+
+def test_daly_in_numbers() -> None:
+    """A stall of a fiftieth of the time between failures: eq. 37 term by term."""
+    assert daly_s(2.0, 100.0) == pytest.approx(20 * (1 + 0.1 / 3 + 0.01 / 9) - 2)
+    assert daly_s(199.9, 100.0) != 100.0 and daly_s(200.0, 100.0) == 100.0
+
+
+def test_the_automatic_interval_is_the_longest_of_its_reasons() -> None:
+    cheap, slow_disk, costly = Cost(1e-6, 0.0), Cost(1e-6, 1000.0), Cost(10.0, 1.0)
+    assert automatic_interval_s(cheap, 60, 0.05) == 10
+    assert automatic_interval_s(slow_disk, 60, 0.05) == 2000
+    assert automatic_interval_s(costly, 60, 0.05) == 200
+    assert Policy(every_s=50, mtbf_s=60, overhead_budget=0.05).interval_s(costly) == 50
+    assert Policy(every_s=500, mtbf_s=60, overhead_budget=0.05).interval_s(costly) == 200
+
+
+def test_one_kept_checkpoint_is_the_newest() -> None:
+    assert Retention(last=1).removable([30, 10, 20], protected=()) == [10, 20]
+    assert Retention(last=1).removable([30, 10, 20], protected=[10]) == [20]
+    with pytest.raises(UserError):
+        Retention(every_steps=0)
+
+
+def test_of_multiple_zero_only_step_zero_itself_is_kept() -> None:
+    assert Retention(last=1, every_steps=10).milestones([0, 3, 10]) == {0, 10}
+    assert Retention(last=1, every_steps=10).milestones([3, 7, 12, 14, 20]) == {12, 20}

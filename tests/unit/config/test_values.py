@@ -11,6 +11,8 @@ from hpctrain.config.reference import keys, meanings
 from hpctrain.config.values import Misfit, converted, in_words, of_word, read_yaml, unquoted
 
 Shape = Literal["flat", "on"]
+KEYS = keys()
+MEANINGS = dict(zip(KEYS, meanings(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,11 @@ def test_words_are_text_where_text_is_taken(word: str, kind: Any, value: Any) ->
     assert of_word(word, kind) == value
 
 
-@pytest.mark.parametrize("name", keys())
+@pytest.mark.parametrize("name", KEYS)
 def test_every_key_takes_its_default_has_a_type_in_words_and_a_meaning(name: str) -> None:
-    key = keys()[name]
+    key = KEYS[name]
     assert in_words(key.kind)
-    assert meanings()[list(keys()).index(name)]
+    assert MEANINGS[name]
     if key.default is not None:
         assert yaml.safe_load(key.default) == read_yaml(key.default)
         converted(read_yaml(key.default), key.kind)

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.launcher_messages import Death
-from hpctrain.launch.postmortem import complete, died_first, missing_ranks
+from hpctrain.launch.postmortem import all_ended_well, complete, died_first, last_line, missing_ranks, ran_out_of_memory
 from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
@@ -81,3 +81,59 @@ def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     run.monitor.mkdir(exist_ok=True)
     (run.monitor / "deaths-1.txt").write_text("12.5 4\n11.0 2\n13.")
     assert deaths.noted(run, 1) == [(11.0, 2), (12.5, 4)]
+
+
+RUNNING = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)
+FAILED = dataclasses.replace(RUNNING, rank=0, pid=6, ending=Ending.FAILED, ended=1.0)
+
+
+def test_what_a_rank_said_itself_stands() -> None:
+    assert complete(FAILED, [Death(0, signal=9)], [FAILED]) is FAILED
+
+
+def test_a_rank_without_a_death_was_taken_down_if_anybody_failed_or_died() -> None:
+    assert complete(RUNNING, [], [RUNNING]).ending is Ending.VANISHED
+    assert complete(RUNNING, [], [FAILED, RUNNING]).ending is Ending.TAKEN_DOWN
+    assert complete(RUNNING, [Death(0, signal=9)], [RUNNING]).ending is Ending.TAKEN_DOWN
+
+
+def test_a_death_without_a_rank_is_that_of_its_process() -> None:
+    assert complete(RUNNING, [Death(None, pid=7, signal=11)], [RUNNING]).exit_code == 128 + 11
+    assert complete(RUNNING, [Death(None, pid=8, signal=11)], [RUNNING]).ending is Ending.TAKEN_DOWN
+    assert complete(RUNNING, [Death(0, pid=7, signal=11)], [RUNNING]).ending is Ending.TAKEN_DOWN
+    assert complete(RUNNING, [Death(1, exit_code=3)], [RUNNING]).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "ran_out"), [(1, 2, True), (1, 1, False), (None, 2, False), (1, None, False)]
+)
+def test_one_more_kill_of_the_control_group_is_this_rank_s(
+    monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, ran_out: bool
+) -> None:
+    monkeypatch.setattr("hpctrain.system.processes.kernel_killed_for_memory", lambda pid: False)
+    monkeypatch.setattr("hpctrain.system.cgroups.oom_kills", lambda: now)
+    assert ran_out_of_memory(dataclasses.replace(RUNNING, oom_kills=before)) is ran_out
+
+
+def test_the_last_line_says_something() -> None:
+    assert last_line("first\n  second  \n-----\n\t=== \n\n") == "second"
+    assert last_line("") == "" and last_line("x" * 400) == "x" * 300
+
+
+def test_ranks_have_ended_well_if_all_of_them_say_so() -> None:
+    good = dataclasses.replace(RUNNING, ending=Ending.COMPLETED)
+    assert all_ended_well([good, good], 2)
+    assert not all_ended_well([good], 2) and not all_ended_well([good, FAILED], 2)
+
+
+def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path: Path) -> None:
+    quoted = missing_ranks([], 2, "something went wrong\n", "", tmp_path / "log", {})
+    assert quoted is not None
+    assert quoted.reason == "2 of 2 ranks ended before they could say why: something went wrong"
+    assert (quoted.code, quoted.rank) == (Code.VANISHED, None) and quoted.fix == f"see {tmp_path / 'log'}"
+    spoken = [dataclasses.replace(RUNNING, rank=0, ended=1.0, ending=Ending.COMPLETED)]
+    silent = missing_ranks(spoken, 2, "", "", tmp_path / "log", {})
+    assert silent is not None
+    assert silent.reason == "1 of 2 ranks ended before they could say why: nobody says"
+    assert missing_ranks(spoken, 1, "", "", tmp_path / "log", {}) is None, "all have spoken"
+    assert missing_ranks([FAILED], 2, "", "", tmp_path / "log", {}) is None, "one said what is wrong"

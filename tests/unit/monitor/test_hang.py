@@ -98,3 +98,73 @@ def test_a_hang_reads_as_one_sentence() -> None:
     assert sentence.of_hang(hang, ["a", "b", "c"], "report") == (
         "no step for 12 s: rank 1 on b is stopped by a signal after 7 steps; 2 ranks wait: only reported"
     )
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase", "state", "words"),
+    [
+        (7, Phase.BACKWARD, "S", "waits in the exchange"),
+        (7, Phase.BACKWARD, ENDED, "has ended"),
+        (7, Phase.FORWARD, "R", "is past forward"),
+        (7, BEGIN, "R", "is waiting for data"),
+        (7, len(Phase) - 1, "R", f"is past {list(Phase)[-1].name.lower()}"),
+        (7, len(Phase), "R", "is between two phases"),
+    ],
+)
+def test_what_a_rank_does_in_words(steps: int, phase: int, state: str, words: str) -> None:
+    assert Beat(0, steps, phase, 1.0, state).doing == words
+
+
+def test_silence_of_exactly_the_limit_is_a_hang() -> None:
+    assert HangWatch(hang_s=10).observe(beats((7, Phase.FORWARD, "R"), age=10)) is not None
+
+
+def test_the_limit_of_the_first_step_is_never_below_the_one_asked_for() -> None:
+    first, second = beats((0, Phase.FORWARD, "R")), beats((1, Phase.FORWARD, "R"))
+    assert FIRST_STEP_S == 15 * 60, "docs: a quarter of an hour"
+    assert HangWatch(hang_s=5000).limit(first) == 5000 and HangWatch(hang_s=10).limit(first) == FIRST_STEP_S
+    assert HangWatch(hang_s=None).limit(first) == FIRST_STEP_S
+    assert HangWatch(hang_s=10).limit(second) == 10 and HangWatch(hang_s=None).limit(second) == INSIDE_STEP_S
+
+
+def test_silence_before_the_first_finished_step_is_not_learned() -> None:
+    """Compilation takes minutes once; a limit of ten times that would never be reached."""
+    watch = HangWatch(None)
+    for steps, age in ((0, 300.0), (1, 0.5), (2, 0.5)):
+        watch.observe(beats((steps, Phase.FORWARD, "R"), age=age))
+    assert watch.limit(beats((2, Phase.FORWARD, "R"))) == INSIDE_STEP_S
+
+
+def test_the_second_silence_is_learned_and_the_longest_stays() -> None:
+    watch = HangWatch(None)
+    for steps, age in ((0, 1.0), (1, 70.0), (2, 0.5), (2, 20.0), (3, 0.5), (4, 0.5)):
+        watch.observe(beats((steps, Phase.FORWARD, "R"), age=age))
+    assert watch.limit(beats((4, Phase.FORWARD, "R"))) == 700
+
+
+@pytest.mark.parametrize("phase", [Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT])
+def test_hooks_and_checkpoints_may_take_longer_than_computing(phase: Phase) -> None:
+    assert HangWatch(None).limit(beats((7, Phase.FORWARD, "R"), (7, phase, "R"))) == OUTSIDE_STEP_S
+
+
+def test_a_death_is_as_old_as_the_last_sign_of_the_dead_and_no_hang_follows_it() -> None:
+    watch = HangWatch(hang_s=10)
+    group = [Beat(0, 7, Phase.BACKWARD, 1.0, "S"), Beat(1, 7, Phase.FORWARD, 4.0, GONE), Beat(2, 7, 1, 3.0, GONE)]
+    hang = watch.observe(group)
+    assert hang is not None
+    assert (hang.silence_s, [beat.rank for beat in hang.culprits], [beat.rank for beat in hang.waiting]) == (
+        3.0,
+        [1, 2],
+        [0],
+    )
+    assert watch.observe([Beat(0, 7, Phase.BACKWARD, 60.0, "S"), *group[1:]]) is None
+
+
+def test_ranks_that_have_all_said_good_bye_do_not_hang() -> None:
+    assert HangWatch(hang_s=10).observe(beats((7, Phase.BACKWARD, ENDED), age=100)) is None
+
+
+def test_who_waits_in_an_earlier_exchange_is_one_of_those_who_never_arrived() -> None:
+    hang = HangWatch(hang_s=10).observe(beats((8, Phase.BACKWARD, "S"), (7, Phase.BACKWARD, "S"), (8, BEGIN, "S")))
+    assert hang is not None and not hang.died
+    assert [beat.rank for beat in hang.culprits] == [1, 2] and [beat.rank for beat in hang.waiting] == [0]

@@ -111,3 +111,83 @@ def test_a_window_of_ten_thousand_ranks_is_judged_in_a_blink() -> None:
     measured = trials.cost(10_000, windows=3)
     assert measured["seconds_per_window"] < 1
     assert measured["peak_bytes"] < 100 * 2**20
+
+
+# The same on numbers that are worked out by hand
+
+
+def alternating(medians: list[float], swing: float, steps: int = 16) -> np.ndarray:
+    """[R, S] busy seconds that go up and down by ``swing`` around each rank's median."""
+    return np.array(medians)[:, None] + swing * np.tile([1.0, -1.0], steps // 2)
+
+
+def test_z_is_the_distance_over_the_largest_of_spread_error_and_floor() -> None:
+    error = math.sqrt(math.pi / 2) * 1.4826 * 0.25 / math.sqrt(16)
+    z = statistics.robust_z(np.array([1.0, 1.0, 1.0, 2.0]), alternating([1.0, 1.0, 1.0, 2.0], 0.25))
+    assert z == pytest.approx([0, 0, 0, 1 / error], rel=1e-4)
+    spread = 1.4826 * 0.5
+    medians = [1.0, 1.5, 2.0, 2.5, 5.0]
+    between = statistics.robust_z(np.array(medians), alternating(medians, 0.0))
+    assert between[-1] == pytest.approx((5 - 1.75) / spread)
+    floor = statistics.robust_z(np.array(medians), alternating(medians, 0.0), between=False)
+    assert floor[-1] == pytest.approx((5 - 1.75) / (0.01 * 2)), "with few ranks their spread is not asked"
+
+
+def test_excess_is_a_share_of_the_others_median() -> None:
+    assert statistics.excess_of_each(np.array([1.0, 1.0, 1.5])).tolist() == [-0.2, -0.2, 0.5]
+    assert np.isfinite(statistics.excess_of_each(np.zeros(3))).all()
+
+
+def test_costs_and_transfer_in_seconds() -> None:
+    busy = np.array([[1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.5, 3.0]])
+    wait = busy.max(axis=0) - busy + 0.5
+    assert statistics.step_seconds(busy, wait) == 7.5 and statistics.transfer_seconds(wait) == 0.5
+    assert statistics.cost_of_each(busy, wait) == pytest.approx([0, 0.5 / 7.5, 2 / 7.5])
+    assert statistics.cost_of_group(busy, wait, np.array([False, True, True])) == pytest.approx(3 / 7.5)
+    assert statistics.cost_of_group(busy, wait, np.ones(3, dtype=bool)) == 0
+    assert statistics.uneven_cost(busy, wait) == pytest.approx((0 + 0.5 + 2) / 7.5)
+
+
+def test_a_pause_is_more_than_half_a_step_too_long_and_slowest_of_all() -> None:
+    busy = np.ones((3, 8))
+    busy[0, 1] = 1.5  # not more than half as long again
+    busy[1, 3:5] = 4.0  # two steps in a row are one pause
+    busy[2, 4] = 3.0  # not the slowest in that step
+    busy[2, 6] = 2.0
+    counts, seconds = statistics.pauses(busy)
+    assert counts.tolist() == [0, 1, 1] and seconds.tolist() == [0.0, 3.0 + 1.0, 1.0]
+    alone, lost = statistics.pauses(np.array([[1.0, 1.0, 3.0, 1.0]]))
+    assert alone.tolist() == [1] and lost.tolist() == [2.0]
+
+
+def test_work_that_varies_explains_what_follows_it() -> None:
+    work = np.array([[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]])
+    assert statistics.work_explains(0.5 + 0.25 * work, work) == pytest.approx(0.25 * (work - 2.5))
+    assert not statistics.work_explains(2.0 - 0.25 * work, work).any(), "less time for more work explains nothing"
+    noise = np.array([[1.0, 2.0, 2.0, 1.0], [2.0, 1.0, 1.0, 2.0]])
+    assert not statistics.work_explains(noise, work).any()
+    assert not statistics.work_explains(work, np.zeros_like(work)).any()
+    assert not statistics.work_explains(work, np.where(work > 3, np.nan, work)).any()
+
+
+def test_work_that_differs_between_ranks_only_excuses_up_to_its_share() -> None:
+    work = np.repeat([[4.0], [4.0], [6.0]], 4, axis=1)
+    explained = statistics.work_explains(np.full((3, 4), 2.0), work)
+    assert explained.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4], "half as much again of the median's 2 s"
+    lazy = statistics.work_explains(np.full((3, 4), 2.0), np.repeat([[4.0], [4.0], [2.0]], 4, axis=1))
+    assert not lazy.any(), "less work is no debt"
+
+
+def test_the_upper_group_is_above_the_widest_gap() -> None:
+    def upper(*medians: float) -> list[bool]:
+        return statistics.upper_group(np.array(medians), 0.5).tolist()
+
+    assert upper(1.0, 2.0, 1.0, 2.1) == [False, True, False, True]
+    assert upper(1.0, 1.5) == [False, True] and upper(1.0, 1.49) == [False, False]
+    assert upper(2.0, 3.5, 1.0) == [True, True, False], "a gap is a share of what lies below it"
+
+
+def test_chance_in_numbers() -> None:
+    assert statistics.chance_of_so_many(0, 4, 2) == pytest.approx(1)
+    assert statistics.chance_of_so_many(4, 4, 2) == pytest.approx(1 / 16)
+    assert statistics.chance_of_so_many(1, 1, 8) == pytest.approx(1 / 8)

@@ -108,3 +108,15 @@ def test_content_that_could_not_be_read_is_tried_again(tmp_path: Path, monkeypat
         broken.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError("stale file handle")))
         assert file.read() == {}
     assert file.read() == {"a": 1}
+
+
+def test_no_look_leaves_a_file_open(tmp_path: Path) -> None:
+    """A live view looks every second for weeks."""
+    path, missing = tmp_path / "run.json", tmp_path / "none"
+    path.write_bytes(b'{"a": 1}\n')
+    looks = [each for one in (path, missing) for each in (Tail(one).lines, JsonFile(one).read)]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        for look in looks:
+            look()
+    assert len(os.listdir("/proc/self/fd")) == before

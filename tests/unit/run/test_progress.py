@@ -153,3 +153,67 @@ def test_memory_does_not_grow_with_the_events() -> None:
 def test_outcome(attempts: list[dict[str, Any]], finished: tuple[int, str] | None, found: str) -> None:
     told = RunFinished(step=1, attempt=finished[0], reason=finished[1]) if finished else None
     assert outcome([Attempt.from_json(entry) for entry in attempts], None, told) == found
+
+
+def test_before_any_event_nothing_is_known() -> None:
+    made = Progress()
+    assert (made.attempt, made.step, made.total_steps, made.steps_per_s, made.left_s, made.hang) == (0, *[None] * 5)
+    assert made.failing_saves is None and made.last_time is None and made.num_events == 0
+
+
+def test_seconds_left_are_steps_left_at_the_rate() -> None:
+    made = progress(event("run_started", 0, total_steps=100), trained(10, at=0), trained(30, at=10))
+    assert (made.steps_per_s, made.left_s) == (2.0, 35.0)
+    assert progress(trained(10, at=0), trained(30, at=10)).left_s is None, "nobody says how long the run is"
+
+
+def test_a_clock_that_stands_still_or_goes_back_gives_no_rate() -> None:
+    assert progress(trained(10, at=5), trained(20, at=5)).steps_per_s is None
+    assert progress(trained(10, at=5), trained(20, at=4)).steps_per_s is None
+    assert progress(event("train", 10, steps=10, seconds={})).steps_per_s is None
+
+
+def test_the_newest_time_is_the_latest_whatever_the_order_of_files() -> None:
+    made = progress(trained(10, at=50), event("straggler", 5, at=20, kind="rank", ranks=[1], state="suspect"))
+    assert (made.last_time, made.num_events) == (50.0, 2)
+
+
+def test_an_older_attempt_that_still_writes_takes_nothing_over() -> None:
+    made = progress(event("run_started", 20, attempt=2), event("resumed", 5, attempt=1, at=30))
+    assert (made.attempt, made.first_step) == (2, 20)
+    found = event("straggler", 5, 1, kind="rank", ranks=[1], state="confirmed", sentence="rank 1 is slow")
+    add(made, found)
+    assert not made.findings, "it is about ranks that are gone"
+
+
+def test_findings_about_all_ranks_replace_each_other_and_those_about_one_do_not() -> None:
+    def told(kind: str, *ranks: int) -> dict[str, Any]:
+        return event("straggler", 5, kind=kind, ranks=list(ranks), state="confirmed")
+
+    made = progress(told("many", 1, 2), told("many", 1, 3), told("rank", 1), told("rank", 2), told("host", 4, 5))
+    assert [each.ranks for each in made.findings.values()] == [(1, 3), (1,), (2,), (4, 5)]
+
+
+def test_a_hang_of_an_earlier_attempt_or_before_the_last_step_is_over() -> None:
+    hang = event("hang", 10, at=70, sentence="rank 1 does not move")
+    assert progress(hang).hang is not None, "it never made a step"
+    assert progress(hang, event("run_started", 10, attempt=2, at=80)).hang is None
+    assert progress(trained(10, at=70), hang).hang is None
+
+
+def test_a_save_that_failed_in_an_earlier_attempt_is_no_warning_now() -> None:
+    failed = event("checkpoint_failed", 4, error="disk full")
+    assert progress(failed, event("run_started", 4, attempt=2, at=5)).failing_saves is None
+
+
+def test_a_curve_is_whole_up_to_its_bound_and_halved_beyond() -> None:
+    curve = Curve()
+    for step in range(CURVE_POINTS):
+        curve.add(step, float(step))
+    assert curve.means() == [float(step) for step in range(CURVE_POINTS)]
+    curve.add(CURVE_POINTS, 1.0)
+    assert len(curve.points) == CURVE_POINTS // 2 + 1 and curve.means()[:2] == [0.5, 2.5]
+    curve.add(CURVE_POINTS + 1, 3.0)
+    assert curve.means()[-1] == 2.0, "points join two values now"
+    curve.cut(3)
+    assert curve.means() == [0.5, 2.5], "up to step 3, which stays"

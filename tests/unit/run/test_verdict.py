@@ -180,3 +180,66 @@ def test_an_attempt_is_read_as_it_was_written() -> None:
     attempt = Attempt(3, 1.0, 2.0, 4, 8, "n1", ("n1", "n2"), "7_1", "9", 2, 8, 2, {"numpy": "2"}, "abc", STUCK.verdict)
     assert Attempt.from_json({**attempt.to_json(), "mood": "good"}) == attempt
     assert Attempt.from_json({"attempt": 1, "verdict": None, "hosts": None}) == Attempt(1)
+
+
+def test_an_orderly_end_says_where_and_whether_it_came_early() -> None:
+    assert decide(both(Ending.COMPLETED), [ADVANCED], 3).reason == "done after step 7"
+    assert decide(both(Ending.EARLY), [ADVANCED], 3).reason == "stopped early after step 7"
+    assert decide(both(Ending.EARLY), [ADVANCED], 3, saves=False).reason == "stopped early"
+    uneven = [word(0, Ending.COMPLETED), word(1, Ending.EARLY, step=9)]
+    assert decide(uneven, [ADVANCED], 3).reason == "stopped early after step 9"
+
+
+def test_a_run_that_saves_nothing_is_started_again_unless_a_person_stopped_it() -> None:
+    def verdict(stop: Stop | None) -> tuple[Action, str]:
+        decided = decide(both(Ending.STOPPED), [STUCK], 3, stop, saves=False)
+        return decided.action, decided.reason
+
+    assert verdict(SCHEDULER) == (Action.REQUEUE, "stopped by signal SIGUSR1")
+    assert verdict(None) == (Action.REQUEUE, "asked to be run again (exit code 75)")
+    assert verdict(PERSON) == (Action.STOP, "stopped by signal SIGINT at step 7")
+    assert decide(both(Ending.STOPPED), [STUCK], 3).action is Action.STOP, "nobody told who asked: nobody goes on"
+
+
+def test_a_stop_before_any_attempt_is_known_is_no_lack_of_progress() -> None:
+    assert decide(both(Ending.STOPPED), [], 3, SCHEDULER).action is Action.REQUEUE
+
+
+def test_one_failure_that_is_one_too_many_is_told_as_one() -> None:
+    verdict = decide([failed(1, "boom", 1.0)], [STUCK], max_failures=1)
+    assert verdict.reason == "rank 1 on n1: boom, without a new checkpoint; launch.max_failures is 1"
+    assert (verdict.action, verdict.code) == (Action.DO_NOT_REQUEUE, Code.NO_PROGRESS)
+    death = [word(1, Ending.KILLED, code=Code.OUT_OF_MEMORY)]
+    assert decide(death, [STUCK], max_failures=1).code is Code.OUT_OF_MEMORY, "the cause says more than that"
+
+
+def test_what_the_supervisor_found_out_counts_whatever_the_ranks_say() -> None:
+    hang = failed_with(Code.HANG, "no rank moved", "")
+    assert decide(both(Ending.COMPLETED), [ADVANCED], 3, failure=hang) == hang
+
+
+def test_ranks_without_a_word_are_named_up_to_eight() -> None:
+    one = blame([word(2, Ending.VANISHED, note="its node is gone"), word(0, Ending.COMPLETED)])
+    assert (one.reason, one.rank, one.host) == ("rank 2 ended without a word (its node is gone)", 2, "n2")
+    many = blame([word(rank, Ending.VANISHED) for rank in range(10)])
+    assert (many.reason, many.rank) == ("ranks 0, 1, 2, 3, 4, 5, 6, 7 ended without a word", 0)
+    unnumbered = blame([dataclasses.replace(word(0, Ending.VANISHED), rank=None)])
+    assert unnumbered.reason == "rank ? ended without a word"
+
+
+def test_an_error_of_some_ranks_names_the_first_and_one_alone_too() -> None:
+    assert blame([failed(0, "no such file", 1.0)]).reason == "rank 0 on n0: no such file"
+    several = [failed(0, "lost", 2.0), failed(1, "lost", 3.0), failed(2, "no such file", 1.0)]
+    assert blame(several).reason == "rank 2 on n2: no such file"
+
+
+def test_a_death_without_a_note_is_a_death() -> None:
+    assert blame([word(1, Ending.KILLED)]).reason == "rank 1 on n1 died"
+    assert blame([word(1, Ending.KILLED)]).fix == "see the rank's log"
+
+
+def test_an_attempt_killed_with_its_supervisor_came_as_far_as_the_next_one_began() -> None:
+    killed, next_one = Attempt(1, from_step=10), Attempt(2, from_step=20, to_step=20, verdict=STUCK.verdict)
+    assert trailing_failures([killed, next_one]) == 1, "it had saved step 20"
+    again = dataclasses.replace(next_one, from_step=10, to_step=10)
+    assert trailing_failures([killed, again]) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.sections import ScheduleConfig
 from hpctrain.errors import UserError
-from hpctrain.train.schedule import make_schedule
+from hpctrain.train.schedule import OwnRates, first_factor, in_cycle, make_schedule, warm_up
 
 
 def factors(config: ScheduleConfig, ranks: int = 1, steps: int = 100, batch: int = 32, epoch: int = 10) -> list[float]:
@@ -110,3 +110,46 @@ def test_step_needs_epochs_and_only_one_warm_up() -> None:
         ScheduleConfig(kind="restarts")
     with pytest.raises(UserError, match="one_cycle, which has a climb of its own"):
         ScheduleConfig(kind="one_cycle", warmup_steps=3)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial", "wsd", "one_cycle"])
+def test_after_the_last_step_the_factor_stays_where_it_ended(kind: str) -> None:
+    """A run that is resumed beyond the steps that it was planned for does not climb again."""
+    schedule = make_schedule(ScheduleConfig(kind=kind, final_factor=0.25), 32, 1, 10, 5)  # type: ignore[arg-type]
+    assert [schedule(step) for step in (10, 11, 15, 20)] == pytest.approx([0.25] * 4)
+
+
+def test_a_decay_over_one_step_is_done_after_it() -> None:
+    for kind in ("linear", "cosine", "polynomial", "wsd"):
+        got = factors(ScheduleConfig(kind=kind, final_factor=0.5, warmup_steps=4), steps=5)  # type: ignore[arg-type]
+        assert (got[4], got[5]) == (1.0, 0.5), kind
+    got = factors(ScheduleConfig(kind="one_cycle", climb_share=0.8, final_factor=0.5), steps=5)
+    assert (got[4], got[5]) == (1.0, 0.5)
+
+
+def test_a_decay_longer_than_what_follows_the_warm_up_is_as_long_as_that() -> None:
+    got = factors(ScheduleConfig(kind="wsd", warmup_steps=60, decay_share=0.5, final_factor=0.0))
+    assert (got[60], got[80], got[100]) == pytest.approx((1.0, 0.5, 0.0))
+
+
+def test_a_warm_up_as_long_as_the_run_leaves_no_decay_to_divide_by() -> None:
+    for kind in ("linear", "cosine", "polynomial", "wsd"):
+        got = factors(ScheduleConfig(kind=kind, warmup_steps=10), steps=10)  # type: ignore[arg-type]
+        assert got[9] == 1.0, kind
+
+
+def test_the_first_of_several_factors_stands_for_them_in_reports() -> None:
+    assert first_factor(0.5) == 0.5
+    assert first_factor((0.25, 0.5)) == 0.25
+    assert first_factor(OwnRates(0.125)) == 0.125
+
+
+def test_in_a_cycle_of_another_length_the_share_begins_at_zero_again() -> None:
+    assert [in_cycle(position, 4, 2) for position in (0, 3, 4, 8, 12, 20)] == [0, 0.75, 0, 0.5, 0, 0.5]
+    assert [in_cycle(position, 4, 1) for position in (0, 3, 4, 8, 9)] == [0, 0.75, 0, 0, 0.25]
+
+
+def test_a_warm_up_for_a_smaller_batch_starts_at_zero() -> None:
+    """Where the rate is not scaled up there is nothing to climb from."""
+    assert warm_up(0, 4, 1.0) == 0.25 and warm_up(0, 4, 0.5) == 0.125
+    assert warm_up(0, 4, 2.0) == 1.25 and warm_up(3, 4, 2.0) == 2.0

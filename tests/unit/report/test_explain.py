@@ -1,0 +1,191 @@
+"""What ``explain`` says, from histories made by hand: sentences, thresholds, and what comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.errors import Code, ExitCode
+from hpctrain.report.explain import Explanation, explain
+from hpctrain.run import RunHistory
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, RunFinished, StopRequested, Straggler
+from hpctrain.run.history import Series
+from hpctrain.run.progress import Progress
+from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.verdict import Action, Verdict
+
+
+def history(
+    *rare: Event,
+    attempts: Sequence[Attempt] = (),
+    phases: Mapping[str, float] | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> RunHistory:
+    """A run of these attempts and rare events, with so many seconds in each phase of its only interval."""
+    progress = Progress()
+    for event in rare:
+        progress.add(event)
+    run = RunSnapshot(Path("run"), None, {}, tuple(attempts), progress)
+    spent = {name: Series(np.ones(1), np.ones(1), np.array([seconds])) for name, seconds in (phases or {}).items()}
+    loss = {"loss": Series(np.ones(1), np.ones(1), np.ones(1))}
+    return RunHistory(
+        run, loss if phases else {}, spent, {}, tuple(rare), {"train": 1} if counts is None else dict(counts)
+    )
+
+
+def ended(action: Action, reason: str = "", code: Code = Code.UNKNOWN, number: int = 1, **fields: Any) -> Attempt:
+    exit_code = {Action.DONE: ExitCode.DONE, Action.STOP: ExitCode.STOPPED}.get(action, ExitCode.FAILURE)
+    return Attempt(number, 1.0, 2.0, verdict=Verdict(action, exit_code, reason, code=code, **fields))
+
+
+RUNNING = (Attempt(1, 1.0),)
+COMPUTING = {"forward": 70.0}
+
+
+@pytest.mark.parametrize(
+    ("phases", "causes"),
+    [
+        ({"forward": 79.0, "data": 21.0}, Code.DATA_BOUND),
+        ({"forward": 80.0, "data": 20.0}, Code.RUNNING),
+        ({"forward": 69.0, "exchange": 31.0}, Code.EXCHANGE_BOUND),
+        ({"forward": 70.0, "exchange": 30.0}, Code.RUNNING),
+        ({"forward": 5.0, "data": 4.9}, Code.RUNNING),
+        ({"forward": 5.0, "data": 5.0}, Code.DATA_BOUND),
+    ],
+)
+def test_time_that_does_not_compute_is_told_beyond_its_threshold(phases: dict[str, float], causes: Code) -> None:
+    answer = explain(history(attempts=RUNNING, phases=phases))
+    assert answer.cause is causes
+    if causes is not Code.RUNNING:
+        assert (
+            answer.advice
+            and f"{phases.get('data', phases.get('exchange', 0)) / sum(phases.values()):.0%}" in answer.title
+        )
+
+
+def test_both_are_told_the_first_as_the_title() -> None:
+    answer = explain(history(attempts=RUNNING, phases={"forward": 40.0, "data": 25.0, "exchange": 35.0}))
+    assert answer.title == "The run goes on; 25% of the time waits for data"
+    assert answer.findings == ("35% of the time waits for the exchange of gradients",)
+    assert "data.workers" in answer.advice
+
+
+def slow(rank: int | None, cost: float | None, state: str = "confirmed", **fields: Any) -> Straggler:
+    told = None if rank is None else f"rank {rank} is slow"
+    return Straggler(
+        step=1, attempt=1, kind="rank", rank=rank, cause="data", cost=cost, state=state, sentence=told, **fields
+    )
+
+
+def findings(*events: Straggler) -> list[str]:
+    """What is said of slow ranks in a run that has failed."""
+    failed = ended(Action.FAIL, "no", Code.USER_ERROR)
+    return list(explain(history(*events, attempts=[failed])).findings)
+
+
+def test_slow_ranks_are_told_if_they_are_confirmed_and_cost_a_twentieth() -> None:
+    assert findings(slow(1, 0.05)) == ["Rank 1 is slow"]
+    assert findings(slow(1, 0.049), slow(2, None), slow(3, 0.5, "suspect")) == []
+    assert findings(slow(None, 0.5)) == [], "nobody is named"
+    host = Straggler(
+        step=1, attempt=1, kind="host", host="n1", cause="data", cost=0.5, state="confirmed", sentence="n1 is"
+    )
+    assert findings(host) == ["N1 is"]
+
+
+def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
+    events = [slow(rank, cost) for rank, cost in ((1, 0.1), (2, 0.3), (3, 0.2), (4, 0.4), (2, 0.05))]
+    assert findings(*events) == ["Rank 4 is slow", "Rank 2 is slow", "Rank 3 is slow"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "saved_at", "evidence"),
+    [
+        (3, None, "the last 3 attempts to save failed, and there is none: what was trained since is not saved"),
+        (1, 5.0, "none has been saved since, and the newest one is of step 7: what was trained since is not saved"),
+        (1, 20.0, None),
+    ],
+)
+def test_checkpoints_that_could_not_be_written(failures: int, saved_at: float | None, evidence: str | None) -> None:
+    failed = CheckpointFailed(time=10.0, step=9, attempt=1, error="disk full", failures=failures)
+    saved = [] if saved_at is None else [CheckpointSaved(time=saved_at, step=7, attempt=1)]
+    counts = {"train": 1, CheckpointFailed.NAME: failures}
+    answer = explain(history(*saved, failed, attempts=RUNNING, phases=COMPUTING, counts=counts))
+    assert answer.cause is Code.CHECKPOINT_FAILED
+    several = "1 checkpoint" if failures == 1 else f"{failures} checkpoints"
+    assert answer.title == f"The run goes on; {several} could not be written, the last at step 9: disk full"
+    assert answer.evidence == (() if evidence is None else (evidence,))
+
+
+@pytest.mark.parametrize(
+    ("events", "by", "kept"),
+    [
+        ([], "a request was seen", "no checkpoint was saved"),
+        ([StopRequested(step=5, attempt=1)], "a request was seen at step 5", "no checkpoint was saved"),
+        (
+            [StopRequested(step=5, attempt=1, by="STOP"), CheckpointSaved(step=4, attempt=1)],
+            "STOP was seen at step 5",
+            "the newest checkpoint is of step 4",
+        ),
+    ],
+)
+def test_a_run_that_was_asked_to_stop(events: list[Event], by: str, kept: str) -> None:
+    answer = explain(history(*events, attempts=[ended(Action.STOP)]))
+    assert (answer.cause, answer.evidence) == (Code.STOPPED, (by, kept))
+
+
+@pytest.mark.parametrize("of", ["event", "verdict"])
+def test_either_the_request_or_the_verdict_tells_of_the_time_limit(of: str) -> None:
+    code = Code.TIME_LIMIT if of == "verdict" else Code.STOPPED
+    request = StopRequested(step=5, attempt=1, code=Code.TIME_LIMIT.value if of == "event" else None)
+    assert explain(history(request, attempts=[ended(Action.STOP, code=code)])).cause is Code.TIME_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("attempts", "reason", "title", "evidence"),
+    [
+        (1, "completed", "The run completed", "it reached step 12 in 1 attempt"),
+        (2, "completed", "The run completed", "it reached step 12 in 2 attempts"),
+        (1, "early_stop", "The run ended early: its metric no longer improved", "it reached step 12 in 1 attempt"),
+    ],
+)
+def test_a_run_that_came_to_its_end(attempts: int, reason: str, title: str, evidence: str) -> None:
+    finished = RunFinished(step=12, attempt=attempts, reason=reason)
+    answer = explain(history(finished, attempts=[Attempt(number + 1, 1.0) for number in range(attempts)]))
+    assert (answer.cause, answer.title, answer.evidence) == (Code.COMPLETED, title, (evidence,))
+
+
+def test_an_end_of_which_only_the_verdict_tells() -> None:
+    answer = explain(history(attempts=[ended(Action.DONE)]))
+    assert (answer.cause, answer.evidence) == (Code.COMPLETED, ("it reached step the last in 1 attempt",))
+
+
+def test_what_is_missing_is_named_if_nobody_knows() -> None:
+    nothing = explain(history(counts={}))
+    assert (nothing.cause, nothing.evidence) == (
+        Code.UNKNOWN,
+        ("the run folder has no events, no attempts, no last words",),
+    )
+    assert explain(history(attempts=[Attempt(1, 1.0, 2.0)])).evidence == ("the run folder has no last words",)
+    assert explain(history(attempts=RUNNING)).cause is Code.UNKNOWN, "it has not said anything of its training"
+
+
+def test_the_rank_and_its_host_are_told_unless_the_reason_says_so() -> None:
+    def evidence(reason: str, **fields: Any) -> tuple[str, ...]:
+        return explain(history(attempts=[ended(Action.REQUEUE, reason, Code.EXCEPTION, 2, **fields)])).evidence
+
+    assert evidence("no", rank=3, host="n1") == ("rank 3 on n1, attempt 2: no",)
+    assert evidence("no", rank=0) == ("rank 0, attempt 2: no",)
+    assert evidence("rank 3 says no", rank=3, host="n1") == ("rank 3 says no",)
+    assert evidence("no") == ("no",)
+
+
+def test_the_text_is_sentences() -> None:
+    found = Explanation(Code.NAN, "x", ("first", "second!"), "do this.", ("is it so?", ""))
+    assert found.text == "First. Second! Do this. Is it so?"
+    assert Explanation(Code.NAN, "x").text == ""
