@@ -159,16 +159,24 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
         self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
+        """Name, shape, dtype and placement of each tensor of the last save: if they change, files are planned again."""
         self.sources: list[int] = []
+        """Index, among the tensors given, of each one that this rank writes."""
         self.trained: frozenset[str] = frozenset()
+        """Names of the tensors that must be finite."""
         self.total_bytes = 0
         self.plan: Skeleton | None = None
+        """The shard file of this rank without its values."""
         self.images: list[ShardImage] = []
         """Staging: one, or two once a snapshot had to wait for the one in flight."""
         self.job: Job | None = None
+        """The checkpoint in flight."""
         self.waiting: Job | None = None
+        """A snapshot that is written after the one in flight."""
         self.sound: set[int] = set()
+        """Steps of the checkpoints that are known to be whole."""
         self.protected: set[int] = set()
+        """Steps that retention must not remove."""
 
     @property
     def idle(self) -> bool:
