@@ -19,7 +19,7 @@ class ExitCode(enum.IntEnum):
     STOPPED = 75
     """Stopped on request with a checkpoint: run the same command again to resume."""
     DO_NOT_REQUEUE = 76
-    """A repeated failure, or no progress: running again would waste the allocation. Or a newer attempt has taken over."""
+    """A repeated failure, or no progress: running again would waste the allocation; or a newer attempt took over."""
 
 
 class Code(enum.StrEnum):

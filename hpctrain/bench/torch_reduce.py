@@ -38,7 +38,7 @@ class Exchange:
 
 
 def make(way: str, mib: float, world: World) -> Exchange:
-    """An exchange of so many MiB of fp32."""
+    """An exchange of this many MiB of fp32."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(max(1, int(mib * MIB / 4))))
     return Exchange(make_reducer(Candidate.parse(way), world.data, model, ReduceConfig()))

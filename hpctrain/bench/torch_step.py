@@ -182,7 +182,7 @@ def compare(model: str, contenders: Sequence[str], choices: Choices, rounds: int
 
 
 def join_gloo(world: World) -> None:
-    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0 where its host name does not."""
+    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0 if its host name does not."""
     free = socket.create_server(("", 0))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1" if world.nodes == 1 else world.host)
     where = world.everyone.broadcast([address, free.getsockname()[1]], "find rank 0")

@@ -38,7 +38,7 @@ class HookState:
 
 
 def state_of(hooks: Sequence[Hook]) -> HookState:
-    """Asks all hooks. Raises UserError where a checkpoint cannot keep what one of them returns."""
+    """Asks all hooks. Raises UserError if a checkpoint cannot keep what one of them returns."""
     texts: dict[str, str] = {}
     tensors: list[ArrayTensor] = []
     for hook in hooks:

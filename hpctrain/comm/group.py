@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TIMEOUT_S = 900.0
-"""Longest wait for the other ranks where the caller names none: start-up on a busy shared file system takes minutes."""
+"""Longest wait for the other ranks if the caller names none: start-up on a busy shared file system takes minutes."""
 MOST_COUNTED_S = 0.1
 """Of the time between two looks at a wait: a process that was suspended, as Slurm does, has not waited."""
 QUICK_LOOKS = 200

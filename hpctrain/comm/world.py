@@ -70,14 +70,14 @@ def alone() -> World:
 
 
 def connect(expected: int | None = None) -> World:
-    """Joins the other ranks of this job, or returns a world of one where there is no launcher.
+    """Joins the other ranks of this job, or returns a world of one if there is no launcher.
 
     Args:
         expected: how many ranks the launcher meant to start; by default what our supervisor put into the environment.
             A different number of ranks found by MPI is an error before anything is written.
 
     Raises:
-        UserError: the ranks do not see each other, or mpi4py or its MPI library is missing where several are expected.
+        UserError: the ranks do not see each other, or mpi4py or its MPI library is missing if several are expected.
     """
     if expected is None and os.environ.get(EXPECTED_RANKS):
         expected = int(os.environ[EXPECTED_RANKS])

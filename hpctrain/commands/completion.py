@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def words_of(command: str) -> Iterator[str]:
-    """Subcommands, options, and keys of the run file where a command takes them."""
+    """Subcommands, options, and keys of the run file if a command takes them."""
     parser = parser_of(command)
     yield from within(parser)
     if parser.get_default("overrides") is not None:

@@ -49,7 +49,7 @@ def trial(config: Config) -> Finding:
     from hpctrain.rank.trial import try_task
 
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the task prints is no part of the report
+        with contextlib.redirect_stdout(sys.stderr):  # what the task prints is not part of the report
             try_task(config)
     except HpctrainError as error:
         return problem("trial", error.what, error.fix)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if name == "logs":
         parser.add_argument("--rank", help="a rank's number, or 'job' for the job's own log")
         parser.add_argument("--attempt", type=int, help="an earlier attempt's number")
-        parser.add_argument("--follow", action="store_true", help="go on printing until the job ends")
+        parser.add_argument("--follow", action="store_true", help="keep printing until the job ends")
         parser.add_argument("--first-error", action="store_true", help="only the log that shows the first error")
 
 

@@ -29,7 +29,7 @@ SAY_TRANSPORT = {
 
 
 def findings(ranks: int) -> list[Finding]:
-    """Starts so many ranks on this machine and measures.
+    """Starts this number of ranks on this machine and measures.
 
     Raises:
         UserError: no MPI, or no mpirun for it.

@@ -17,12 +17,12 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True)
 class Decision:
-    """How an update goes on."""
+    """What comes next in an update."""
 
     factor: float | None
     """What the summed gradients are to be multiplied by; None: the update is left out."""
     norm: float | None
-    """L2 norm of the averaged gradient before clipping, where it is known."""
+    """L2 norm of the averaged gradient before clipping, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class UpdateRule:
 
         Args:
             result: of the exchange.
-            norm_of_sums: L2 norm of the summed gradients; may be left out where ``needs_norm`` is False.
+            norm_of_sums: L2 norm of the summed gradients; may be left out if ``needs_norm`` is False.
 
         Raises:
             NotFinite: on all ranks alike.
@@ -81,7 +81,7 @@ class UpdateResult:
     loss: tuple[float, float]
     """This rank's (sum, weight)."""
     grad_norm: float | None
-    """Global L2 norm of the averaged gradient before clipping, where it was computed."""
+    """Global L2 norm of the averaged gradient before clipping, if it was computed."""
 
     def sums(self) -> Sums:
         """See StepResult."""

@@ -117,16 +117,16 @@ def missing_ranks(
 def _lost(ranks: Sequence[int], host: str) -> Verdict:
     """Slurm has lost these ranks, the first of them on this host."""
     several = f"ranks {', '.join(map(str, ranks[:8]))}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    what = f"{host} was lost, or Slurm's daemon on it: nothing was heard of {several} any more"
-    fix = f"if it comes again, leave the host out (--exclude {host})"
+    what = f"{host} was lost, or Slurm's daemon on it: nothing more was heard from {several}"
+    fix = f"if it happens again, leave the host out (--exclude {host})"
     return failed_with(Code.NODE, what, fix, ranks[0], host)
 
 
 def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> Verdict:
-    """Slurm did not start these ranks; that says nothing of the run."""
+    """Slurm did not start these ranks; that says nothing about the run."""
     host = hosts.get(ranks[0])
     where = f" on {host}" if host else ""
     what = f"rank {ranks[0]} could not be started{where}: Slurm says {why!r}"
-    log = f"slurmd's log{where} tells the cause"
-    fix = f"{log}; if it comes again, leave the host out (--exclude {host})" if host else log
+    log = f"slurmd's log{where} shows the cause"
+    fix = f"{log}; if it happens again, leave the host out (--exclude {host})" if host else log
     return failed_with(Code.NODE, what, fix, ranks[0], host)

@@ -30,7 +30,7 @@ def supervise(
     Args:
         run_dir: its folder; made if need be.
         make_launch: what to start, given the attempt's number; called once the folder is ours, and may take long.
-            Where it raises one of our errors nothing is started, and the error is the verdict.
+            If it raises one of our errors nothing is started, and the error is the verdict.
         limits: times and counts.
         facts: what is known of the attempt beforehand, for its entry in run.json.
         run_yaml: the resolved run file, kept in the folder.

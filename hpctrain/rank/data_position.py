@@ -10,7 +10,7 @@ from hpctrain.train.hooks import BaseHook
 
 
 class DataPosition(BaseHook):
-    """Saves and restores where the data stands; no state where (epoch, batch) is enough."""
+    """Saves and restores where the data stands; no state if (epoch, batch) is enough."""
 
     name = "data"
 

@@ -49,7 +49,7 @@ def fit(
 
     Raises:
         HpctrainError: what ended the run, the same on all ranks: ``UserError`` for something to correct first,
-            ``NoRequeue`` where another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
+            ``NoRequeue`` if another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
             pass through on the rank where they arise.
     """
     summaries: list[RunSummary] = []

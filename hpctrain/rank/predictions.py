@@ -56,7 +56,7 @@ def make_folder(path: Path) -> None:
 
 
 def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None:
-    """Raises UserError where a batch's outputs would not fit into its rows of the file."""
+    """Raises UserError if a batch's outputs would not fit into its rows of the file."""
     for name, field in fields.items():
         found, wanted = rows.get(name), (samples, *field.shape)
         if found is None or found.shape != wanted or found.dtype != field.dtype:

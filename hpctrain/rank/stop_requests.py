@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STOP_FILE = 128
 """What rank 0 tells the others in place of a signal number when it found the STOP file."""
 REPLACED = 256
-"""The same where rank 0 found that a newer attempt has begun."""
+"""The same if rank 0 found that a newer attempt has begun."""
 POLL_S = 1.0
 """Seconds between two looks for the STOP file: a look may be a round trip to a metadata server."""
 
@@ -35,8 +35,8 @@ POLL_S = 1.0
 class StopRequests(BaseHook):
     """Ends the loop on all ranks after the same step once any rank got a signal, or rank 0 found the STOP file.
 
-    Where rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead, and save
-    nothing: that holds too where their supervisor is gone or asleep.
+    If rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead, and save
+    nothing: that holds too if their supervisor is gone or asleep.
 
     After each step the ranks start a non-blocking maximum over their flags, and read the one started a step before:
     its messages travelled during the step, so reading it does not wait.

@@ -79,7 +79,7 @@ class Problem:
     """Of the training samples, over all ranks."""
 
     def fingerprint(self) -> str:
-        """Of the training data, and of the sampler where there is one."""
+        """Of the training data, and of the sampler if there is one."""
         sampler = self.order.fingerprint()
         return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
 
@@ -185,7 +185,7 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
 
 
 def require_same_data(problem: Problem, world: World) -> None:
-    """Raises UserError, on all ranks, where some of them read other training data than the rest. Collective."""
+    """Raises UserError, on all ranks, if some of them read other training data than the rest. Collective."""
     prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:
@@ -263,7 +263,7 @@ def make_hooks(
 
 
 def rate_hooks(config: Config, task: Task) -> list[RateHook]:
-    """What sets the learning rate and has state. Raises UserError where both the run file and the task set it."""
+    """What sets the learning rate and has state. Raises UserError if both the run file and the task set it."""
     if task.schedule is not None and config.schedule != ScheduleConfig():
         raise UserError(
             "both the run file's schedule and the task's set the learning rate",
@@ -282,7 +282,7 @@ def rate_hooks(config: Config, task: Task) -> list[RateHook]:
 
 
 def own_hooks(task: Task) -> list[Hook]:
-    """The task's. Raises UserError where one of them is no hook."""
+    """The task's. Raises UserError if one of them is not a hook."""
     for hook in task.hooks:
         if isinstance(hook, type) or not isinstance(hook, Hook):
             name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
@@ -303,7 +303,7 @@ def profiler_of(task: Task) -> Profiler:
 
 
 def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
-    """Raises UserError where a validation metric is to be watched and there is no validation data."""
+    """Raises UserError if a validation metric is to be watched and there is no validation data."""
     watched = {
         "train.early_stop.metric": config.train.early_stop.metric,
         "checkpoint.best_metric": config.checkpoint.best_metric if config.checkpoint.enabled else None,

@@ -71,10 +71,10 @@ class ReducerChoice:
     kept: str | None = None
     """Name of the candidate that an earlier attempt chose; used without measuring."""
     record: Callable[[Choice], object] | None = None
-    """Told of what was measured, where there was a choice."""
+    """Told of what was measured, if there was a choice."""
 
     def known(self, reducers: Reducers[R]) -> R | None:
-        """The reducer, or None where it has to be measured. Collective.
+        """The reducer, or None if it has to be measured. Collective.
 
         Raises:
             UserError: the reducer that the configuration names cannot be had.
@@ -151,7 +151,7 @@ def choose(
 ) -> Choice:
     """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
 
-    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate where those are slower.
+    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate if those are slower.
     """
     kept: dict[str, list[float]] = {}
     left, runs = list(among), 1

@@ -40,7 +40,7 @@ class Reducer(Protocol):
         """
 
     def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The same without a copy, where the reducer lends: from memory that other ranks read and the next call
+        """The same without a copy, if the reducer lends: from memory that other ranks read and the next call
         overwrites.
 
         For functions that keep all sums alive to their end, since TensorFlow may compute in the memory of a tensor that
@@ -71,7 +71,7 @@ class HostReducer:
     """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
 
     def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
-        """``joined``: all gradients are one piece for ``host``, as is best where they have to be copied from a GPU."""
+        """``joined``: all gradients are one piece for ``host``, as is best if they have to be copied from a GPU."""
         self.name = name
         self.host = host
         self.lends = not joined
@@ -125,7 +125,7 @@ class HorovodReducer:
 
 
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same, where the last one tells the square of the norm of the others."""
+    """The same, if the last one tells the square of the norm of the others."""
     *gradients, slots = pieces
     square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
@@ -206,7 +206,7 @@ def measured_reducer(
         pieces: of the gradients.
         rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
-        announce: told what was measured, where there was a choice.
+        announce: told what was measured, if there was a choice.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
 

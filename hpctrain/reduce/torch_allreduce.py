@@ -112,7 +112,7 @@ CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
 def open_tensor_allreduce(
     candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Candidate, TensorAllreduce]:
-    """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message in its place."""
+    """The sum that a candidate of kind mpi names; if shared memory is impossible, one flat message in its place."""
     candidate, host = open_host_allreduce(
         candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS
     )

@@ -47,7 +47,7 @@ class Reducer(Protocol):
         """Returns when all gradients are sums over the ranks, with what travelled along.
 
         Args:
-            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, where a weight is given.
+            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, if a weight is given.
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
 
@@ -132,7 +132,7 @@ class FlatReducer:
 
     def gradients(self) -> list[Tensor]:
         """See Reducer."""
-        if self.converts:  # then ``grad`` of some parameters is no view of the buffer
+        if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
             return [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
         return [self.values]
 
@@ -208,7 +208,7 @@ def measured_reducer(
         model: its parameters must be on their device already.
         rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
-        announce: told what was measured, where there was a choice.
+        announce: told what was measured, if there was a choice.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
 

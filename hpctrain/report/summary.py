@@ -34,7 +34,7 @@ class Span:
 
 
 def summarize(data: RunHistory) -> dict[str, Any]:
-    """Everything ``report --json`` gives; None where the run folder does not tell."""
+    """Everything ``report --json`` gives; None if the run folder does not tell."""
     started, finished = data.last(RunStarted), data.last(RunFinished)
     spans = make_spans(data)
     told = started.to_json() if started else {}

@@ -28,7 +28,7 @@ class Attempt:
     to_step: int | None = None
     """Of the newest checkpoint when it ended."""
     host: str | None = None
-    """Of the supervisor, or of rank 0 where there is none."""
+    """Of the supervisor, or of rank 0 if there is none."""
     hosts: Sequence[str] = ()
     """Of the ranks."""
     job: str | None = None

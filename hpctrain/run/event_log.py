@@ -44,7 +44,7 @@ class EventWriter:
             if not self.has_warned:
                 self.has_warned = True
                 self.say(
-                    f"{problem}; training goes on, its events wait in memory\n"
+                    f"{problem}; training continues, its events wait in memory\n"
                     "  fix: free space or raise the quota there, and they are written after all"
                 )
             if len(self.waiting) > MOST_WAITING:

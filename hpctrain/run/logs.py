@@ -35,7 +35,7 @@ class Log:
 
 
 def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> list[Log]:
-    """Logs by attempt and rank; all attempts where none is named and no rank either, else the last one."""
+    """Logs by attempt and rank; all attempts if none is named and no rank either, else the last one."""
     found = []
     # Slurm makes the log of an array's element beside those of the others, before the element's folder is known.
     index = run.path.name if run.path.name.isdigit() else ""
@@ -79,7 +79,7 @@ def good_ends(run: RunDir) -> set[str]:
 
 
 def read(path: Path) -> str:
-    """A log's text; of one that is very long its beginning and end. Empty where it is not a file that can be read."""
+    """A log's text; of one that is very long its beginning and end. Empty if it is not a file that can be read."""
     try:
         handle = safe_read.open_plain(path)
     except (FileNotFoundError, safe_read.NotPlain):
@@ -114,7 +114,7 @@ def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: fl
 
 
 def _read_at(path: Path, position: int) -> bytes:
-    """What comes next; empty where there is nothing more, or no file."""
+    """What comes next; empty if there is nothing more, or no file."""
     try:
         handle = safe_read.open_plain(path)
     except (FileNotFoundError, safe_read.NotPlain):

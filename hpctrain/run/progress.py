@@ -157,7 +157,7 @@ class Progress:
         failed, saved = self.newest(CheckpointFailed), self.newest(CheckpointSaved)
         if not failed or failed.attempt < self.attempt or (saved and saved.time > failed.time):
             return None
-        newest = f"the newest is of step {saved.step}" if saved else "there is none"
+        newest = f"the newest is from step {saved.step}" if saved else "there is none"
         return f"{in_a_row(failed)} failed, the last at step {failed.step}; {newest}: {failed.error}"
 
     @property

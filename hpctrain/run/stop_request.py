@@ -24,7 +24,7 @@ class StopRequest:
     by: str
     """For people."""
     signal: signal.Signals | None = None
-    """None where a person made the file."""
+    """None if a person made the file."""
 
     @classmethod
     def of_signal(cls, number: int) -> StopRequest:
@@ -38,7 +38,7 @@ class StopRequest:
 
 
 BY_PERSON = StopRequest("STOP file")
-"""Where the file does not say who made it."""
+"""Used if the file does not say who made it."""
 
 
 def request_stop(run_dir: RunDir, request: StopRequest) -> None:

@@ -110,7 +110,7 @@ class RunView:
         return read_events(self._run)
 
     def events_from(self, offset: int, most_bytes: int) -> tuple[list[Event], int]:
-        """Events that rank 0 wrote, in its order, and where to go on; for readers that keep their place themselves.
+        """Events that rank 0 wrote, in its order, and where to continue; for readers that keep their place themselves.
 
         Args:
             offset: what the last call returned, 0 at first.

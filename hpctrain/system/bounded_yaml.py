@@ -65,7 +65,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def _refuse(loader: BoundedLoader, node: yaml.Node) -> Any:
-    raise yaml.constructor.ConstructorError(None, None, f"values of {node.tag} have no use here", node.start_mark)
+    raise yaml.constructor.ConstructorError(None, None, f"values of {node.tag} are not allowed here", node.start_mark)
 
 
 BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_whole)

@@ -12,7 +12,7 @@ from typing import Any
 Fits = Callable[[object], bool]
 Shape = Any
 """int, float (any finite number), str, bool, None; dict, list (of anything); [shape]; {str: shape}; {"key": shape},
-where it may be missing and others stand beside it; (one, other) for any of these; a function that tells."""
+in which it may be missing and others may stand beside it; (one, other) for any of these; a function that tells."""
 
 LARGEST = 2**63
 """Whole numbers beyond are of no use, and overflow arrays."""
@@ -76,7 +76,7 @@ def without_misfits(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], dict[
 
 
 def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], str | None]:
-    """The function that names a mapping's first key whose value has another shape; None where all fit."""
+    """The function that names a mapping's first key whose value has another shape; None if all fit."""
     checks = {key: fits(each) for key, each in shape.items()}
 
     def first(value: dict[str, Any]) -> str | None:

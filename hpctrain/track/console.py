@@ -15,7 +15,7 @@ PLAIN_EVERY_S = 1.0
 
 
 def make_console(columns: int, stream: TextIO | None = None) -> PlainConsole | BarConsole:
-    """The sink that fits a terminal of so many columns, 0 for none."""
+    """The sink that fits a terminal of this many columns, 0 for none."""
     stream = stream or sys.stdout
     return BarConsole(columns, stream) if columns else PlainConsole(stream)
 

@@ -121,7 +121,7 @@ class EventsHook(BaseHook):
         add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
         training.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, training.world.data, "report the interval's means")
-        training.clock.mark(Phase.EXCHANGE)  # waiting for others is no rank's own work
+        training.clock.mark(Phase.EXCHANGE)  # waiting for others is not a rank's own work
         state, now = training.state, time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now

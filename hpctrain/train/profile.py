@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.train.training import Training
 
 STEPS = 5
-"""That are profiled where no last one is given."""
+"""Steps that are profiled if no last one is given."""
 
 
 class Profiler(Protocol):
@@ -36,7 +36,7 @@ class Profile(BaseHook):
     Args:
         config: which steps and ranks; ``first_step`` is given.
         profiler: the framework's.
-        warn: tells the user that a trace could not be written; training goes on.
+        warn: tells the user that a trace could not be written; training continues.
     """
 
     def __init__(self, config: ProfileConfig, profiler: Profiler, warn: Callable[[str], None]) -> None:

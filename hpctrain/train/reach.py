@@ -27,7 +27,7 @@ class Place:
     """Names from the root on, joined by dots; empty for the root itself."""
     value: Any
     put: Callable[[Any], None] | None = None
-    """Puts another value there; None where nothing can be."""
+    """Puts another value there; None if nothing can be."""
 
 
 def own_attributes(value: Any, own: bool) -> Iterable[str]:

@@ -57,7 +57,7 @@ class StateTensor(Protocol):
 
     @property
     def name(self) -> str:
-        """Slash-separated, and independent of the framework where both know the thing: ``model/dense/kernel``."""
+        """Slash-separated, and independent of the framework if both know the thing: ``model/dense/kernel``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class ArrayTensor:
         """Of the array."""
         return self.array.shape
 
-    @cached_property  # NumPy looks names up anew each time
+    @cached_property  # NumPy looks names up again each time
     def dtype(self) -> str:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name

@@ -134,7 +134,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
 
 
 def _limit_in(job: QueueEntry | None, age_s: float) -> float | None:
-    """Slurm's time left; None where it says none (no limit, invalid)."""
+    """Slurm's time left; None if it says none (no limit, invalid)."""
     try:
         left = seconds(job.left) if job is not None else None
     except UserError:

@@ -35,7 +35,7 @@ WHERE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CALLB
 """Phases that are slowed; None slows all of them alike."""
 
 Source = Callable[[int, int, np.random.Generator], Trace]
-"""Makes a healthy trace of so many ranks and steps."""
+"""Makes a healthy trace of this number of ranks and steps."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hpctrain.system.files import sync_folder
 BLOCK_BYTES = 8 << 20
 """Bytes of one system call."""
 NOT_A_FILE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV})
-"""Errors of opening what is no plain file."""
+"""Errors of opening what is not a plain file."""
 REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 """Errors that stay until somebody changes a permission or a mount."""
 
@@ -127,7 +127,7 @@ def is_absent(path: str | Path) -> bool:
 
 
 def listed(path: Path) -> list[str]:
-    """Names in a folder; none where there is no folder.
+    """Names in a folder; none if there is no folder.
 
     Raises:
         UnreadableCheckpoint, UserError: see ``judged``.

@@ -57,7 +57,7 @@ class TensorSpec:
     dtype: str
     """Key of ITEM_TYPES."""
     rank: int | None = None
-    """The rank whose own it is; None where it is equal on all ranks."""
+    """The rank whose own it is; None if it is equal on all ranks."""
 
     @property
     def rows(self) -> int:

@@ -46,7 +46,7 @@ class MappedBytes:
     end: int
 
     def check(self) -> None:
-        """Raises UserError where the file has become too short."""
+        """Raises UserError if the file has become too short."""
         if self.mapping.size() < self.end:
             raise UserError(
                 f"{self.path} is truncated: it has {self.mapping.size()} bytes in place of at least {self.end}",

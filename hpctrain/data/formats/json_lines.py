@@ -45,9 +45,9 @@ class JsonLines:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise UserError(f"{self.path}, record {row} is no JSON: {error}", "write one JSON object a line") from error
+            raise UserError(f"{self.path}, record {row} is not JSON: {error}", "write a JSON object a line") from error
         if not isinstance(value, dict):
-            raise UserError(f"{self.path}, record {row} is no JSON object", "write one JSON object a line")
+            raise UserError(f"{self.path}, record {row} is not a JSON object", "write a JSON object a line")
         return value
 
 

@@ -86,7 +86,7 @@ def open_dataset(
         return open_files(paths, names, BlockCache(cache_bytes), allow_outside, ragged, decode)
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
-        "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
+        "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, an hpctrain.Dataset, or a "
         "function that returns one",
     )
 
@@ -161,7 +161,7 @@ class ConcatDataset:
 
 
 def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
-    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError where their fields differ."""
+    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError if their fields differ."""
     for part, name in zip(parts, names, strict=True):
         if dict(part.fields) != dict(parts[0].fields):
             raise UserError(

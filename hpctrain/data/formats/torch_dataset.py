@@ -112,7 +112,7 @@ def from_torch(source: Any, names: tuple[str, ...] | None, ragged: bool = False)
 
 
 def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
-    """One sample's arrays; raises UserError naming it where the user's code fails."""
+    """One sample's arrays; raises UserError naming it if the user's code fails."""
     try:
         sample = source[index]
         if isinstance(sample, Mapping):

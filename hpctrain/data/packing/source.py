@@ -56,7 +56,7 @@ def from_dataset(dataset: Dataset) -> Source:
 
 
 def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
-    """The sources one after the other; raises UserError where their fields differ."""
+    """The sources one after the other; raises UserError if their fields differ."""
     first = sources[0]
     for source, name in zip(sources, names, strict=True):
         if dict(source.fields) != dict(first.fields):

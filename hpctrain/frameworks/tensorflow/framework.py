@@ -68,7 +68,7 @@ class ReadyTask:
     """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
     reducers: KerasReducers
     reducer: Reducer | None
-    """None where it has to be measured."""
+    """None if it has to be measured."""
 
 
 class KerasFramework:
@@ -76,7 +76,7 @@ class KerasFramework:
 
     An update is one TensorFlow function, in which the ranks meet.
 
-    Where the reducer has to be measured, that is done on the batch of the first update.
+    If the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "tensorflow"
@@ -193,7 +193,7 @@ class KerasFramework:
             try_batch(self.task, self.passes, on_device({name: np.array(array) for name, array in batch.items()}))
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
-        """This rank's contribution; zeros where its part of the batch is empty."""
+        """This rank's contribution; zeros if its part of the batch is empty."""
         pieces: list[tf.Tensor] = []
         for batch in batches:
             more = self.passes.gradients(batch, *self._scalars(global_samples))
@@ -205,7 +205,7 @@ class KerasFramework:
         return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
 
     def evaluate(self, batch: HostBatch) -> Sums:
-        """See Framework; with the averaged weights where an EMA is kept."""
+        """See Framework; with the averaged weights if an EMA is kept."""
         found = self.passes.evaluate(on_device(batch))
         return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
 
@@ -306,14 +306,14 @@ def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
 
 
 def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """The number an optimizer was made with, or None where a Keras schedule sets its learning rate."""
+    """The number an optimizer was made with, or None if a Keras schedule sets its learning rate."""
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         return None
     return float(optimizer.learning_rate)
 
 
 def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None:
-    """Raises UserError where training could not work, or would not do what it says."""
+    """Raises UserError if training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",

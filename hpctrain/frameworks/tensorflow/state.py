@@ -98,7 +98,7 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def require_different_names(tensors: Sequence[VariableTensor]) -> None:
-    """Raises UserError where two variables have one name."""
+    """Raises UserError if two variables have one name."""
     names = Counter(tensor.name for tensor in tensors)
     twice = [name for name, count in names.items() if count > 1]
     if twice:

@@ -68,13 +68,13 @@ class ReadyTask:
     optimizer_state: OptimizerState
     reducers: TorchReducers
     reducer: Reducer | None
-    """None where it has to be measured."""
+    """None if it has to be measured."""
 
 
 class TorchFramework:
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
 
-    Where the reducer has to be measured, that is done on the batch of the first update.
+    If the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "torch"
@@ -278,7 +278,7 @@ class TorchFramework:
             torch.cuda.synchronize(self.device)
 
     def place(self, samples: Samples) -> Samples:
-        """See Framework. The copy to the GPU may go on until the update is done: a batch is kept for so long."""
+        """See Framework. The copy to the GPU may last until the update is done: a batch is kept until then."""
         if self.device.type != "cuda":
             return samples
         torch.cuda.set_device(self.device)  # of this thread, which would else open a context on the first GPU
@@ -326,7 +326,7 @@ class TorchFramework:
 
     @contextlib.contextmanager
     def _for_evaluation(self) -> Iterator[None]:
-        """No gradients, layers in evaluation mode, and the averaged weights where there are any."""
+        """No gradients, layers in evaluation mode, and the averaged weights if there are any."""
         if self.model.training:
             self.frozen = [module for module in self.model.modules() if not module.training]
             self.model.eval()
@@ -396,14 +396,14 @@ def memory_format_of(train: TrainConfig) -> torch.memory_format:
 
 class _NoClock:
     def mark(self, phase: Phase) -> None:
-        """Rehearsals are no steps."""
+        """Rehearsals are not steps."""
 
     def end_step(self, work: float) -> None:
         """Nor do they end one."""
 
 
 def writable(array: NDArray[Any]) -> Tensor:
-    """A host array as a tensor: over the same memory where a task may change it in place, else over a copy."""
+    """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
 
 

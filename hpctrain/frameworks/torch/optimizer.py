@@ -59,7 +59,7 @@ class OptimizerState:
     def set_rates(self, factors: float | Sequence[float]) -> None:
         """Multiplies the learning rates as they were when the task was made.
 
-        Raises UserError where there are not as many factors as parameter groups.
+        Raises UserError if there are not as many factors as parameter groups.
         """
         for place, group in self.rated_groups():
             rate = self.initial_rates[place] * self._factor_of(place, factors)
@@ -102,7 +102,7 @@ class OptimizerState:
         """``optimizer/<slot>/<parameter>``; empty before the first update.
 
         Raises:
-            UserError: an optimizer holds what is neither tensor nor number, or state of what is no parameter.
+            UserError: an optimizer holds what is neither tensor nor number, or state of what is not a parameter.
         """
         tensors: list[StateTensor] = []
         for part in self.parts:
@@ -179,12 +179,12 @@ def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
 
 
 def refuse_strangers(optimizer: Optimizer) -> None:
-    """Raises UserError where an optimizer keeps state that belongs to none of its parameters."""
+    """Raises UserError if an optimizer keeps state that belongs to none of its parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for key, value in optimizer.state.items():
         if id(key) not in own and not (isinstance(value, dict) and not value):
             raise UserError(
-                f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is none of its parameters",
+                f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is not one of its parameters",
                 "keep it in the parameters' state or groups, or give the optimizer a state_dict and load_state_dict",
             )
 

@@ -49,7 +49,7 @@ class SchedulerHook(RateHook):
         if isinstance(self.scheduler, ReduceLROnPlateau) and given.every != "evaluation":
             fix = "write TorchScheduler(..., every='evaluation', metric='loss')"
             raise UserError(
-                f"ReduceLROnPlateau needs a metric, which TorchScheduler(every={given.every!r}) has not", fix
+                f"ReduceLROnPlateau needs a metric, which TorchScheduler(every={given.every!r}) lacks", fix
             )
 
     def adjusted(self, schedule: Schedule) -> Schedule:
@@ -138,7 +138,7 @@ def put_numbers(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def as_before(saved: Any, current: Any) -> Any:
-    """Saved state with Counters (MultiStepLR's milestones) where the scheduler's state has them."""
+    """Saved state with Counters (MultiStepLR's milestones) if the scheduler's state has them."""
     if isinstance(current, Counter):
         return Counter(saved)
     if isinstance(saved, dict) and isinstance(current, dict):

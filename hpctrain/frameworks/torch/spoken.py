@@ -100,7 +100,7 @@ def extra_tensors(modules: Iterable[tuple[str, Module]]) -> list[StateTensor]:
 
 
 def tree_tensors(name: str, value: Any, placement: Placement, what: str) -> list[StateTensor]:
-    """A nested value as named tensors. Raises UserError where it holds what cannot be saved."""
+    """A nested value as named tensors. Raises UserError if it holds what cannot be saved."""
     tree = take_apart(value, leaf_kind, what)
     tensors: list[StateTensor] = [
         ArrayTensor(f"{name}/{key}", array, placement) for key, array in tree.arrays().items()

@@ -86,8 +86,8 @@ def step_seconds(busy: Array, wait: Array) -> float:
 def work_explains(busy: Array, work: Array) -> Array:
     """[R, S] seconds of each busy time that come from more (or less) work than the typical step's.
 
-    Where a rank's own work varies from step to step, the slope is fitted within ranks, so that a slow rank cannot pass
-    for a loaded one. Where it does not vary, time is taken to be at most proportional to work, and only to excuse.
+    If a rank's own work varies from step to step, the slope is fitted within ranks, so that a slow rank cannot pass
+    for a loaded one. If it does not vary, time is taken to be at most proportional to work, and only to excuse.
     """
     centre = float(np.median(work))
     if centre <= 0 or not np.isfinite(work).all() or float(np.ptp(work)) == 0:

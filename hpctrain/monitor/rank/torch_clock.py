@@ -30,7 +30,7 @@ class CudaMarks:
         self.clock = clock
         self.free: list[torch.cuda.Event] = []
         self.waiting: deque[tuple[int, torch.cuda.Event, float]] = deque()
-        """Phase, its end, and the step's work where the step ends with it (else -1)."""
+        """Phase, its end, and the step's work if the step ends with it (else -1)."""
         self.last = self.record()
 
     def record(self) -> torch.cuda.Event:
