@@ -25,7 +25,6 @@ class Exchange:
         self.reducer = reducer
 
     def step(self) -> None:
-        """See Contender."""
         self.reducer.exchange()
 
     def weights_hash(self) -> str:
@@ -33,7 +32,6 @@ class Exchange:
         return ""
 
     def close(self) -> None:
-        """See Contender."""
         self.reducer.close()
 
 

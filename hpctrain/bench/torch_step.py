@@ -73,7 +73,6 @@ class Problem:
         return functional.cross_entropy(model(self.inputs).flatten(0, -2), self.targets)
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return digest(list(self.model.parameters()))
 
 
@@ -91,16 +90,13 @@ class Ours:
         self.reducer.exchange(loss.detach())
 
     def step(self) -> None:
-        """See Contender."""
         self.backward()
         self.problem.optimizer.step()
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return self.problem.weights_hash()
 
     def close(self) -> None:
-        """See Contender."""
         self.reducer.close()
 
 
@@ -111,13 +107,11 @@ class Plain:
         self.problem, self.model, self.optimizer, self.close = problem, model, optimizer, close
 
     def step(self) -> None:
-        """See Contender."""
         self.optimizer.zero_grad()
         self.problem.loss(self.model).backward()
         self.optimizer.step()
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return self.problem.weights_hash()
 
 

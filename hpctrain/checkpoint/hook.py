@@ -177,7 +177,6 @@ class CheckpointHook(BaseHook):
             self.best = saved["best"]
 
     def close(self) -> None:
-        """See Hook."""
         if self.saver:
             self.saver.close()
 

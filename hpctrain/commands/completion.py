@@ -13,7 +13,6 @@ from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See ``cli``."""
     parser.add_argument("shell", choices=sorted(SCRIPTS), help='use as: eval "$(hpctrain completion bash)"')
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See ``cli``."""
     parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are looked at, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

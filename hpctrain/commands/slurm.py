@@ -23,7 +23,6 @@ FUNCTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli.py."""
     name = parser.get_default("command")
     parser.add_argument("target", metavar="run", help="run file or run folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -54,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli.py."""
     module, function = FUNCTIONS[args.command].split(":")
     return int(getattr(importlib.import_module(f"hpctrain.commands.{module}"), function)(args))
 

@@ -115,7 +115,6 @@ class ArrayDataset:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         rows = {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
         return {
             name: ragged_rows([np.array(item) for item in row]) if row.dtype == object else row
@@ -123,7 +122,6 @@ class ArrayDataset:
         }
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
 

@@ -207,11 +207,9 @@ class Sampled(EpochOrder):
         self.before[by_id] = np.arange(len(ids)) - begins
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         return self.ids[begin:end]
 
     def repeats(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         return self.before[begin:end]
 
 
@@ -222,7 +220,6 @@ class FullShuffle(EpochOrder):
         self.permutation = permutation
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         return self.permutation[begin:end].astype(np.int64)
 
 
@@ -240,7 +237,6 @@ class BlockShuffle(EpochOrder):
         self.cached: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         first, last = np.searchsorted(self.begins, [begin, end - 1], side="right") - 1
         parts = [
             self._group(group)[max(0, begin - self.begins[group]) : end - self.begins[group]]

@@ -84,6 +84,5 @@ class UpdateResult:
     """Global L2 norm of the averaged gradient before clipping, if it was computed."""
 
     def sums(self) -> Sums:
-        """See StepResult."""
         known = {} if self.grad_norm is None else {"grad_norm": (self.grad_norm, 1.0)}
         return {"loss": self.loss, **known}

@@ -18,9 +18,7 @@ class DataPosition(BaseHook):
         self.data = data
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See Hook."""
         return self.data.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See Hook."""
         self.data.load_state_dict(saved)

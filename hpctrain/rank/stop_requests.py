@@ -58,7 +58,6 @@ class StopRequests(BaseHook):
         self.next_look_at_fence = 0.0
 
     def before_fit(self, training: Training) -> None:
-        """See Hook."""
         self.looks_for_file = training.world.rank == 0
         if training.world.everyone.comm is not None:
             from mpi4py import MPI
@@ -67,7 +66,6 @@ class StopRequests(BaseHook):
             self.operation = MPI.MAX
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         flag = self.agree()
         if not flag:
             return None
@@ -135,7 +133,7 @@ class StopRequests(BaseHook):
             self.request = None
 
     def close(self) -> None:
-        """See Hook. After an error the others may never answer: what is under way is left to MPI's end."""
+        """After an error the others may never answer: what is under way is left to MPI's end."""
         if self.comm is not None and self.request is None:
             with contextlib.suppress(Exception):
                 self.comm.Free()

@@ -132,16 +132,13 @@ class Rehearsal(Generic[R]):
         self.reducer: R | None = None
 
     def open(self, candidate: Candidate) -> None:
-        """See Turns."""
         self.reducer = self.reducers.open(candidate, self.group)
 
     def run(self) -> None:
-        """See Turns."""
         assert self.reducer is not None, "open comes first"
         self.step(self.reducer)
 
     def close(self) -> None:
-        """See Turns."""
         assert self.reducer is not None, "open comes first"
         self.reducer.close()
 

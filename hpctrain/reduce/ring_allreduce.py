@@ -94,9 +94,7 @@ class RingAllreduce:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostAllreduce."""
         self.ring.run()
 
     def close(self) -> None:
-        """See HostAllreduce."""
         self.comm.Free()

@@ -81,7 +81,6 @@ class ShmPieces:
         self.slots = total[spans[-1]]
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceAllreduce."""
         flat = [piece.reshape(-1) for piece in pieces]
         for copy in self.copies:
             np.copyto(copy.to, flat[copy.piece][copy.part])

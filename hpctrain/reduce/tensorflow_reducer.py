@@ -58,7 +58,6 @@ class NoReducer:
     lends = False
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         return with_square(pieces)
 
     borrow = sum
@@ -78,11 +77,9 @@ class HostReducer:
         self.close = host.close
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces)]
 
     def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         if self.lends:
             return self._call(pieces)
         *gradients, slots = pieces
@@ -107,7 +104,6 @@ class HorovodReducer:
         self.compress = compress
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         if not self.compress:
             return with_square(split(self._allreduce(join(pieces), "gradients"), pieces))
         *gradients, slots = pieces
@@ -135,11 +131,9 @@ class FastFloat16:
     """compression.Float16 by TensorFlow's vectorised casts: the same bits, many times faster than NumPy's."""
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        """See Codec."""
         np.copyto(out.view(np.float16), np.asarray(tf.cast(tf.convert_to_tensor(values), tf.float16)))
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        """See Codec."""
         np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
 
 
@@ -175,7 +169,6 @@ class KerasReducers:
     pieces: Pieces
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        """See Reducers."""
         if config.overlap == "on":
             raise UserError(
                 "reduce.overlap is on, but Keras gradients travel after the backward pass",
@@ -186,7 +179,6 @@ class KerasReducers:
         return candidates(replace(config, overlap="off"), around)
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        """See Reducers."""
         return open_reducer(candidate, group, self.pieces)
 
 

@@ -30,7 +30,6 @@ class HorovodAllreduce:
         self.handles: list[int] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See TensorAllreduce."""
         if self.half is None:
             self._send(self.flat[begin:end], begin)
             return
@@ -41,7 +40,6 @@ class HorovodAllreduce:
             self._send(self.flat[self.gradients :], self.gradients)
 
     def finish(self) -> None:
-        """See TensorAllreduce."""
         for handle in self.handles:
             while not self.horovod.poll(handle):
                 time.sleep(POLL_S)

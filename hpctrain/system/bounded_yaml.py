@@ -29,7 +29,6 @@ class BoundedLoader(yaml.SafeLoader):
         """By node, which all live as long as this: characters that it stands for, and levels."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """See Composer."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > DEEPEST:

@@ -55,14 +55,12 @@ class EventsHook(BaseHook):
         self.has_started = False
 
     def before_fit(self, training: Training) -> None:
-        """See Hook."""
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
         self.clock.take()
         self.began = self.interval_began = time.time()
         self.first_step, self.samples = training.state.step, training.state.samples
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         self.results.append(result)
         if not self.has_started:  # the reducer is known only now
             self.start(training)
@@ -71,14 +69,12 @@ class EventsHook(BaseHook):
         return None
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """See Hook."""
         if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
             self.start(training)
         self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
         return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook."""
         if not self.has_started:
             self.start(training)
         if self.results:
@@ -88,7 +84,6 @@ class EventsHook(BaseHook):
         self.emit(training, RunFinished(step=step, reason=reason.value, steps=steps, seconds=seconds))
 
     def close(self) -> None:
-        """See Hook."""
         self.writer.close()
         for sink in self.sinks:
             with suppress(OSError):

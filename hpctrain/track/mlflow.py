@@ -45,7 +45,7 @@ class MlflowSink:
         self.told = False
 
     def event(self, event: Event) -> None:
-        """See Sink. The events themselves reach the follower through the file."""
+        """The events themselves reach the follower through the file."""
         if self.follower is None:
             words = [str(self.run_dir.path), self.uri, self.experiment]
             with contextlib.suppress(OSError), self._log() as log:
@@ -64,7 +64,7 @@ class MlflowSink:
         return os.fdopen(open_log(self.run_dir.logs / "mlflow.out", self.run_dir.path), "ab")
 
     def close(self) -> None:
-        """See Sink. Waits while the server takes what is left, and hardly at all for one that does not answer."""
+        """Waits while the server takes what is left, and hardly at all for one that does not answer."""
         if self.follower is None or self.follower.stdin is None:
             return
         with contextlib.suppress(OSError):

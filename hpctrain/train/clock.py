@@ -46,7 +46,6 @@ class IntervalClock:
         self.last = time.perf_counter()
 
     def mark(self, phase: Phase) -> None:
-        """See StepClock."""
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last = now

@@ -43,7 +43,6 @@ class EarlyStop(BaseHook):
         return self._verdict()
 
     def state_dict(self) -> dict[str, Any]:
-        """See Hook."""
         return {
             "metric": self.config.metric,
             "mode": self.config.mode,

@@ -48,20 +48,17 @@ class Profile(BaseHook):
         self.records = False
 
     def before_fit(self, training: Training) -> None:
-        """See Hook."""
         self._look(training)
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         self._look(training)
         return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook. A run that ends between the two steps leaves what it has."""
+        """A run that ends between the two steps leaves what it has."""
         self._stop()
 
     def close(self) -> None:
-        """See Hook."""
         self.profiler.abandon()
 
     def _look(self, training: Training) -> None:

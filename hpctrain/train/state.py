@@ -104,6 +104,5 @@ class ArrayTensor:
         return self.logical_dtype or self.array.dtype.name
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """See StateTensor."""
         part = self.array[first_row : first_row + len(out)] if out.ndim else self.array
         np.copyto(out, part, casting="no")

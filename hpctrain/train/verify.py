@@ -19,7 +19,6 @@ class VerifyWeights(BaseHook):
         self.every_steps = every_steps
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         step, group = training.state.step, training.world.data
         if step % self.every_steps == 0:
             hashes = group.allgather(training.framework.weights_hash(), "compare the weights")

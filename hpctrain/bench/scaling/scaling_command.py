@@ -27,7 +27,6 @@ FACTOR = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli."""
     from hpctrain.config.loading import add_run_file
 
     add_run_file(parser)
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli."""
     from hpctrain.bench.scaling import plan, plot, report, runs
     from hpctrain.config.loading import load
     from hpctrain.system.cores import threads_per_rank, usable_cores
@@ -181,7 +179,7 @@ def warnings(
         )
     if not nodes_known:
         found.append(
-            "no size spans two nodes: so several cannot be predicted; measure with --slurm, or assume a link with --link"
+            "no size spans two nodes: several cannot be predicted; measure with --slurm, or assume a link with --link"
         )
     return found
 

@@ -58,14 +58,12 @@ class RecordDataset:
         return len(self.records)
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         rows = indices.tolist()
         records = self.records.read(rows)
         samples = (self._sample(row, record) for row, record in zip(rows, records, strict=True))
         return stack(samples, rows, str(self.records.path), self.fields)
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
     def _sample(self, row: int, record: dict[str, Any]) -> Sample:

@@ -115,11 +115,9 @@ class CalledDataset:
         return len(self.dataset)
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         return self.dataset.read(indices)
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return self.dataset.fingerprint()
 
 
@@ -129,7 +127,6 @@ class CalledSeededDataset(CalledDataset):
     dataset: SeededDataset
 
     def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
-        """See SeededDataset."""
         return self.dataset.read_seeded(indices, seeds)
 
 
@@ -145,7 +142,6 @@ class ConcatDataset:
         return int(self.ends[-1])
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         owner = np.searchsorted(self.ends, indices, side="right")
         samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
         for index in np.unique(owner).tolist():
@@ -156,7 +152,6 @@ class ConcatDataset:
         return samples
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
 

@@ -37,13 +37,11 @@ class TarShard:
         return len(self.samples)
 
     def read(self, rows: list[int]) -> list[dict[str, Any]]:
-        """See Records."""
         parts = [place for row in rows for place in self.samples[row][1].values()]
         contents = iter(self.file.read(parts))
         return [{KEY: self.samples[row][0], **{name: next(contents) for name in self.samples[row][1]}} for row in rows]
 
     def plain(self, record: dict[str, Any]) -> Any:
-        """See Records."""
         where = f"{self.path}: {record[KEY]}"
         return {name: decoded(name, value, where) for name, value in record.items() if name != KEY}
 

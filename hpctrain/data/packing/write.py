@@ -142,7 +142,6 @@ class PatientFile(io.FileIO):
     failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """See FileIO."""
         rest = memoryview(content).cast("B")
         num_bytes = len(rest)
         with self._patience():
@@ -151,7 +150,6 @@ class PatientFile(io.FileIO):
         return num_bytes
 
     def truncate(self, size: int | None = None) -> int:
-        """See FileIO."""
         with self._patience():
             super().truncate(size)
         return self.tell() if size is None else size

@@ -37,7 +37,6 @@ class VariableTensor:
         return str(self.variable.dtype.name)
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """See StateTensor."""
         value = self.host_view()
         np.copyto(out, value[first_row : first_row + len(out)] if out.ndim else value, casting="no")
 

@@ -40,13 +40,11 @@ class Generator:
     value: torch.Generator | np.random.Generator | random.Random
 
     def state_dict(self) -> Any:
-        """See Speaker."""
         if isinstance(self.value, torch.Generator):
             return self.value.get_state()
         return self.value.getstate() if isinstance(self.value, random.Random) else self.value.bit_generator.state
 
     def load_state_dict(self, state: Any) -> None:
-        """See Speaker."""
         if isinstance(self.value, torch.Generator):
             self.value.set_state(state.cpu())
         elif isinstance(self.value, random.Random):

@@ -40,14 +40,13 @@ class CudaMarks:
         return event
 
     def mark(self, phase: int) -> None:
-        """See StepClock."""
         self.waiting.append((phase, self.record(), -1.0))
         head = self.clock.head
         head[MARKED_AT] = monotonic()
         head[MARKED_PHASE] = phase
 
     def end_step(self, work: float = 1.0) -> None:
-        """See StepClock. Enters what the device has finished; a step's row may come some steps late."""
+        """Enters what the device has finished; a step's row may come some steps late."""
         clock = self.clock
         self.waiting.append((REST, self.record(), work))
         clock.head[MARKED_AT] = monotonic()
