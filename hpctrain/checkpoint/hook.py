@@ -38,7 +38,7 @@ NOTHING = np.array([0, 0, 1], dtype=np.int64)
 
 PREPARATIONS = 2
 """First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
-that could not be saved, because it changes where nobody sees it, is told before hours of training."""
+that could not be saved, because it changes where nobody sees it, is reported before hours of training."""
 
 
 class CheckpointHook(BaseHook):

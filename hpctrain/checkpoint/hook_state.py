@@ -1,4 +1,4 @@
-"""State of hooks in a checkpoint: values of JSON stand in the manifest, arrays among the tensors."""
+"""State of hooks in a checkpoint: values of JSON are in the manifest, arrays among the tensors."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended; the same on all ranks but for the times."""
+    """How a save ended; the same on all ranks except for the times."""
 
     step: int
     path: Path
@@ -137,7 +137,7 @@ class Saver:
         keep: what to remove after a save.
         group: the ranks; all call every method in the same order.
         writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
-        token: tells this saver's folders from those of others; equal on all ranks.
+        token: distinguishes this saver's folders from those of others; equal on all ranks.
         allocate: gives staging memory of this many bytes, uint8, contiguous (pinned, for GPUs).
     """
 

@@ -19,7 +19,7 @@ EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
 """Open MPI's one-sided transport over libfabric: no use on one machine, and it sleeps for a second to find that out."""
 LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Variables by which a launcher tells a process its rank."""
+"""Variables by which a launcher gives a process its rank."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repea
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a sampler is told of the epoch whose samples it names."""
+    """What a sampler gets to know about the epoch whose samples it names."""
 
     index: int
     """From 0."""

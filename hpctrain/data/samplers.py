@@ -76,7 +76,7 @@ class CurriculumSampler:
     """Easy samples first: each epoch draws from the easiest share of the dataset, which grows to the whole.
 
     An epoch has as many samples as the dataset: while the share is smaller, its samples come several times, equally
-    often but for one. The share grows linearly (Platanios et al. 2019, section 2.2).
+    often except one. The share grows linearly (Platanios et al. 2019, section 2.2).
     """
 
     difficulty: Numbers

@@ -67,7 +67,7 @@ class Cuda:
 
     @property
     def identity(self) -> str:
-        """What tells builds apart, without the folders: "CUDA 13.0 for 80,90, NCCL 2.29.7"."""
+        """What distinguishes builds, without the folders: "CUDA 13.0 for 80,90, NCCL 2.29.7"."""
         header = (self.nccl_include / "nccl.h").read_text(encoding="utf-8", errors="replace")
         numbers = [re.search(rf"^#define NCCL_{part} +(\d+)", header, re.M) for part in ("MAJOR", "MINOR", "PATCH")]
         nccl = ".".join(number[1] if number else "?" for number in numbers)

@@ -33,7 +33,7 @@ def fit(
 
     This process is one rank: run the program by itself, or under mpirun or srun, where every rank makes this call. Call
     it from the main thread. While it trains, Ctrl-C, SIGTERM and the like save a checkpoint and end the run. On several
-    ranks standard error, and but for rank 0 standard output, go to the ranks' logs; where they went before is restored
+    ranks standard error, and standard output but rank 0's, go to the ranks' logs; where they went before is restored
     when training has ended well.
 
     Args:

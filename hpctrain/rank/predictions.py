@@ -68,7 +68,7 @@ def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None
 
 
 def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
-    """Shapes and dtypes of the outputs; ranks without samples have none to tell."""
+    """Shapes and dtypes of the outputs; ranks without samples have none."""
     mine = {name: [list(array.shape[1:]), array.dtype.str] for name, array in head.items()}
     told = [each for each in group.allgather(mine, "compare their outputs") if each]
     if any(each != told[0] for each in told):

@@ -92,7 +92,7 @@ class Session:
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:  # told to the others first, whatever it is
+        except Exception as caught:  # reported to the others first, whatever it is
             error = caught
         if error is None:
             self.check_peers(what)
@@ -200,7 +200,7 @@ class Session:
         return code
 
     def shows(self, first: int | None) -> bool:
-        """Whether this rank is the one that tells the user; exactly one is, however many fail."""
+        """Whether this rank is the one that reports to the user; exactly one is, however many fail."""
         if first is not None:
             return first == self.world.rank
         if self.run_dir is None:
@@ -222,7 +222,7 @@ class Session:
         self.write(1 if self.supervised else self.user_stderr, text)
 
     def write(self, descriptor: int, text: str) -> None:
-        """That it cannot be told ends nothing."""
+        """An error that cannot be reported does not end anything."""
         with contextlib.suppress(OSError):
             os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.train.training import Training
 
 STOP_FILE = 128
-"""What rank 0 tells the others in place of a signal number when it found the STOP file."""
+"""What rank 0 sends the others in place of a signal number when it found the STOP file."""
 REPLACED = 256
 """The same if rank 0 found that a newer attempt has begun."""
 POLL_S = 1.0

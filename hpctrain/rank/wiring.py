@@ -200,7 +200,7 @@ def make_framework(
 ) -> Framework:
     """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights.
 
-    ``choice`` tells how its reducer is chosen; by default as the run file says.
+    ``choice`` says how its reducer is chosen; by default as the run file says.
     """
     choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
@@ -236,7 +236,7 @@ def make_hooks(
     fresh: bool = False,
     data: BatchSource | None = None,
 ) -> list[Hook]:
-    """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved.
+    """What attaches to the loop, in the order in which it is called: the end of a run is reported when it is saved.
 
     ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
     """

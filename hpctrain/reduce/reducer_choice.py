@@ -71,7 +71,7 @@ class ReducerChoice:
     kept: str | None = None
     """Name of the candidate that an earlier attempt chose; used without measuring."""
     record: Callable[[Choice], object] | None = None
-    """Told of what was measured, if there was a choice."""
+    """Called with what was measured, if there was a choice."""
 
     def known(self, reducers: Reducers[R]) -> R | None:
         """The reducer, or None if it has to be measured. Collective.

@@ -53,7 +53,7 @@ class ShmPieces:
         """
         Args:
             shared: an array for each rank of the node and one for the sums, each longer by one than the layout.
-            layout, shapes: of the pieces but for the slots, which are the last one.
+            layout, shapes: of the pieces except the slots, which are the last one.
             ring: whether nodes add up by a ring of our own.
         """
         self.node, self.close = shared.node, shared.free
@@ -111,7 +111,7 @@ def open_shm_pieces(
 
 
 def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:
-    """A copy of slots that tells the square of the norm."""
+    """A copy of slots that holds the square of the norm."""
     told = slots.copy()
     told[SQUARE] = square
     return told

@@ -36,7 +36,7 @@ class Reducer(Protocol):
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over the ranks of such pieces as Pieces makes; in a TensorFlow function or outside.
 
-        The last piece travels in full precision, and tells SQUARE.
+        The last piece travels in full precision, and holds SQUARE.
         """
 
     def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -121,7 +121,7 @@ class HorovodReducer:
 
 
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same, if the last one tells the square of the norm of the others."""
+    """The same, if the last one holds the square of the norm of the others."""
     *gradients, slots = pieces
     square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
@@ -198,7 +198,7 @@ def measured_reducer(
         pieces: of the gradients.
         rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
-        announce: told what was measured, if there was a choice.
+        announce: called with what was measured, if there was a choice.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
 

@@ -199,7 +199,7 @@ def measured_reducer(
         model: its parameters must be on their device already.
         rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
-        announce: told what was measured, if there was a choice.
+        announce: called with what was measured, if there was a choice.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
 

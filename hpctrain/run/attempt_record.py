@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.run.verdict import Verdict
 
 ALWAYS = ("from_step", "job_id", "git_commit")
-"""Fields that an entry of run.json has even if there is nothing to tell."""
+"""Fields that an entry of run.json has even if there is nothing to say."""
 
 
 @dataclass(frozen=True)

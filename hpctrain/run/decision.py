@@ -86,7 +86,7 @@ def trailing_failures(attempts: Sequence[Attempt]) -> int:
     for index, attempt in enumerate(reversed(attempts)):
         verdict = attempt.verdict if index > 0 else None
         if attempt.ended is None and attempt.to_step is None:
-            # One that was killed with its supervisor has no end: the next one tells how far it came.
+            # One that was killed with its supervisor has no end: the next one shows how far it came.
             attempt = dataclasses.replace(attempt, to_step=next_from)
         if attempt.has_progressed or (verdict and verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED)):
             break

@@ -27,7 +27,7 @@ class EventWriter:
 
     Args:
         path: events.jsonl; made with the first event.
-        say: tells the person who runs it: once that events cannot be written, and at the end which are lost.
+        say: reports to the person who runs it: once that events cannot be written, and at the end which are lost.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ class Event:
     """
 
     NAME: ClassVar[str] = ""
-    """What stands in the file as ``event``."""
+    """The name in the file's field ``event``."""
 
     time: float = field(default_factory=time.time)
     """Unix seconds."""
@@ -42,7 +42,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """What stands in the file as ``event``."""
+        """The name in the file's field ``event``."""
         return self.NAME
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class OtherEvent(Event):
 
     @property
     def name(self) -> str:
-        """What stands in the file as ``event``."""
+        """The name in the file's field ``event``."""
         return self.called
 
 

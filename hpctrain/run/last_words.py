@@ -33,7 +33,7 @@ class Ending(StrEnum):
     """How a rank ended."""
 
     RUNNING = "running"
-    """It has not, as far as it said itself."""
+    """It has not ended, as far as it said itself."""
     COMPLETED = "completed"
     EARLY = "early_stop"
     STOPPED = "stop_requested"
@@ -60,7 +60,7 @@ class ErrorWord:
     type: str
     """Name of the exception."""
     traceback: str
-    """The full one stands in the rank's log too."""
+    """The full one is in the rank's log too."""
     code: Code = Code.UNKNOWN
 
     @classmethod
@@ -146,7 +146,7 @@ class WordFile:
         files.write_atomically(self.path, padded(word), self.run)
 
     def end(self, word: LastWord) -> None:
-        """Replaces the word in place. Does not raise: there is nobody left to tell."""
+        """Replaces the word in place. Does not raise: there is nobody left to report to."""
         with contextlib.suppress(OSError):
             files.make_folder(self.path.parent, self.run)
             files.overwrite(self.path, padded(word), self.run)

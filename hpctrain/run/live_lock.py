@@ -143,7 +143,7 @@ class LiveLock:
         """A sign of life, given at most every BEAT_S seconds: call it as often as you like.
 
         Raises:
-            Replaced: another process has the lock. A file server that does not answer does not tell that.
+            Replaced: another process has the lock. A file server that does not answer does not count as that.
         """
         if time.monotonic() - self.beaten >= BEAT_S:
             self.beaten = time.monotonic()
@@ -158,7 +158,7 @@ class LiveLock:
         over = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(Replaced):  # told to whoever asks next
+            with contextlib.suppress(Replaced):  # reported to whoever asks next
                 while not over.wait(BEAT_S):
                     self.beat()
 

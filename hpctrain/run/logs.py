@@ -21,7 +21,7 @@ NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.ou
 FOREIGN = re.compile(r"Traceback|\b\w*Error\b|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT")
 """What Python, the kernel, Slurm and MPI libraries print of errors."""
 OURS = re.compile(r"^hpctrain: (?P<what>.+)\n  (?:fix|logs): ", re.MULTILINE)
-"""The form in which the job script and the supervisor tell errors, and ends in order too."""
+"""The form in which the job script and the supervisor report errors, and orderly ends too."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def step(self) -> int | None:
-        """Updates done, as far as anybody has said."""
+        """Updates done, as far as is known."""
         told = [self.newest(Train), self.newest(Resumed), self.newest(RunStarted)]
         steps = [event.step for event in told if event is not None]
         return max([*steps, *([self.first_step] if self.attempt else [])], default=None)

@@ -1,4 +1,4 @@
-"""What a supervisor tells its ranks by environment variables."""
+"""What a supervisor passes to its ranks in environment variables."""
 
 from __future__ import annotations
 

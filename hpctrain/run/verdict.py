@@ -17,7 +17,7 @@ BY_SUPERVISOR = (
 )
 """Codes of what a supervisor finds out. They have the same name in the field ``cause``."""
 BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
-"""What verdicts that have no code tell by their field ``cause``."""
+"""What the field ``cause`` means in verdicts without a code."""
 
 
 class Action(StrEnum):

@@ -165,7 +165,7 @@ class RunView:
         )
 
     def _complete(self, found: RunSnapshot) -> RunSnapshot:
-        """With what only the listing of folders tells."""
+        """With what only a listing of folders shows."""
         numbers = {attempt.number for attempt in found.attempts} | set(range(1, found.progress.attempt + 1))
         asked = requested_stop(self._run)
         return dataclasses.replace(

@@ -55,7 +55,7 @@ class BoundedLoader(yaml.SafeLoader):
         return VALUE + sum(size for size, _ in measured), 1 + max((levels for _, levels in measured), default=0)
 
     def construct_whole(self, node: yaml.Node) -> int:
-        """A whole number, but for those that Python refuses to write out again."""
+        """A whole number, except those that Python refuses to write out again."""
         if len(node.value) > MOST_DIGITS:
             what = f"the number has more than {MOST_DIGITS} digits"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)

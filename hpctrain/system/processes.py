@@ -27,7 +27,7 @@ TETHER = "HPCTRAIN_TETHER"
 
 
 def birth(pid: int) -> float:
-    """When a process started, in clock ticks since boot: tells it from a later one of its number. 0 if it is gone."""
+    """When a process started, in clock ticks since boot: sets it apart from a later one. 0 if it is gone."""
     try:
         return float(_stat(pid)[19])
     except OSError:

@@ -35,7 +35,7 @@ class EventsHook(BaseHook):
     ranks' sums are added in one exchange. Rank 0 writes.
 
     Args:
-        writer: of events.jsonl; closed here, for nothing is told later.
+        writer: of events.jsonl; closed here, because nothing is reported later.
         clock: gives the seconds of each phase.
         every_steps: length of an interval.
         sinks: get the same events; of rank 0.

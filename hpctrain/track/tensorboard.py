@@ -21,7 +21,7 @@ CLOSE_S = 10.0
 class TensorBoardSink:
     """Writes through tensorboardX, in a thread.
 
-    tensorboardX has one itself; if that ends, for a full disk, whoever adds a scalar would wait for ever.
+    tensorboardX has one itself; if that ends, on a full disk, adding a scalar would block for ever.
     """
 
     def __init__(self, folder: Path) -> None:

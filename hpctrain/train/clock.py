@@ -35,7 +35,7 @@ class StepClock(Protocol):
         """The time since the last mark belongs to this phase."""
 
     def end_step(self, work: float) -> None:
-        """A step is complete; ``work``: what it had to do (samples or tokens), to tell slow ranks from loaded ones."""
+        """A step is complete; ``work``: what it had to do (samples or tokens), which excuses loaded ranks."""
 
 
 class IntervalClock:

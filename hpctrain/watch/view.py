@@ -90,7 +90,7 @@ class View:
 
 
 def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_s: float = 0.0) -> View:
-    """The view of what was read, at a time (Unix seconds), with the job that Slurm told of some seconds ago."""
+    """The view of what was read, at a time (Unix seconds), with the job as Slurm reported it some seconds ago."""
     progress, newest = found.progress, found.newest or Attempt()
     train, started = progress.newest(Train) or Train(step=0), progress.newest(RunStarted) or RunStarted(step=0)
     stands = found.state(now, job)

@@ -97,7 +97,7 @@ def reading(path: Path) -> Iterator[int]:
 
 
 def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | UnreadableCheckpoint | UserError:
-    """The one place that tells what cannot be read now from what is damaged, and from what this user may not read."""
+    """The one place that distinguishes what cannot be read now, what is damaged, and what this user may not read."""
     if not isinstance(error, OSError):
         return UnreadableCheckpoint(f"{path} cannot be read now: it does not fit into memory")
     if isinstance(error, NotAPlainFile) or error.errno in NOT_A_FILE:
@@ -118,7 +118,7 @@ def is_unlisted(path: Path) -> bool:
 
 
 def is_absent(path: str | Path) -> bool:
-    """Whether the file system says that nothing has this name, rather than that it cannot tell."""
+    """Whether the file system says that nothing has this name, rather than that it does not know."""
     try:
         os.lstat(path)
     except OSError as error:

@@ -81,7 +81,7 @@ class TensorSpec:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """What tells it from the other tensors of a checkpoint."""
+        """What distinguishes it from the other tensors of a checkpoint."""
         return self.name, self.rank
 
 

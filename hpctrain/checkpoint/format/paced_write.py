@@ -1,7 +1,7 @@
 """A large file written at the pace of its disk: the page cache never runs far ahead of what is durable.
 
 What is left at the end for the last sync is little, so that a writer can be told to stop at any time, and the size of
-the file tells others how far it has come.
+the file shows others how far it has come.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def parts(name: str) -> list[str]:
 
 
 def link_at(group: object, name: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
-    """What stands in a group under a name, which is not followed (``group.get(name, getlink=True)`` would)."""
+    """What a group holds under a name, which is not followed (``group.get(name, getlink=True)`` would)."""
     encoded = name.encode(errors="surrogateescape")
     if not isinstance(group, h5py.Group) or not group.id.links.exists(encoded):
         return None
@@ -194,7 +194,7 @@ def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
         elif isinstance(item, h5py.Group):
             if hash(item.id) in seen:
                 raise UserError(
-                    f"{file.filename}: the group {prefix + name!r} stands in itself, or twice in the file",
+                    f"{file.filename}: the group {prefix + name!r} contains itself, or is in the file twice",
                     "name the arrays to use",
                 )
             seen.add(hash(item.id))

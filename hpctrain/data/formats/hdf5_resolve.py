@@ -219,7 +219,7 @@ def fit(label: str, target: Box, shape: tuple[int, ...], source: Box, array: Arr
 
 
 def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    """Raises UserError if pieces lie over each other or, as far as counting tells, samples have no piece."""
+    """Raises UserError if pieces lie over each other or, as far as counting shows, samples have no piece."""
     if sum(math.prod(map(len, piece.target)) for piece in pieces) > math.prod(shape):
         raise UserError(f"{label} has several sources for some samples", "make the virtual dataset again")
     if sum(len(piece.target[0]) for piece in pieces) < shape[0]:

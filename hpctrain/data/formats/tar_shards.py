@@ -75,7 +75,7 @@ def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
     }
     if kind not in readers:
         raise UserError(
-            f"{where}.{extension} is of a kind that is not read without being told how",
+            f"{where}.{extension} is of a kind that needs a function to decode it",
             "give open_dataset(..., decode=function), or name only the fields to use",
         )
     try:

@@ -265,7 +265,7 @@ def open_keras(
         task: its model has weights.
         world: the ranks.
         config: of the run.
-        clock: is told where the time of a step goes.
+        clock: marks where the time of a step goes.
         choice: how the reducer is chosen.
 
     Raises:

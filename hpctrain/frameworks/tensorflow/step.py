@@ -19,7 +19,7 @@ from hpctrain.train.clock import Phase, StepClock
 
 
 class Judge:
-    """What an update does on the host while TensorFlow runs it: it tells the clock, and decides by the sums."""
+    """What an update does on the host while TensorFlow runs it: it marks the clock, and decides by the sums."""
 
     def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
         self.clock = clock

@@ -27,7 +27,7 @@ def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], tr
     told = describe(outputs)
     fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
     with blamed("loss", fix), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")  # broadcast: hardly ever what is meant
+        warnings.filterwarnings("error", message="Using a target size")  # broadcast: rarely what is meant
         score = task.loss(outputs, batch)
     require_score(score, "loss")
     total = score[0] if isinstance(score, tuple) else score

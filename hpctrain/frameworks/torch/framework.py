@@ -306,7 +306,7 @@ class TorchFramework:
         return torch.autocast(self.device.type, self.low_precision)
 
     def _for_training(self) -> None:
-        """Layers in training mode, but for those that the task keeps in evaluation mode (frozen statistics)."""
+        """Layers in training mode, except those that the task keeps in evaluation mode (frozen statistics)."""
         if not self.model.training:
             self.model.train()
             for module in self.frozen:
@@ -346,7 +346,7 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
         task: a TorchTask.
         world: the ranks.
         config: of the run.
-        clock: is told where the time of a step goes.
+        clock: marks where the time of a step goes.
         choice: how the reducer is chosen.
 
     Raises:
@@ -356,7 +356,7 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     train, model = config.train, task.model
     device = pick_device(world.local_rank)
     require_same_kind(device, world)
-    if train.threads is not None:  # a supervisor has told the environment; mpirun has not
+    if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
     holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
     parts = holdings.parts()

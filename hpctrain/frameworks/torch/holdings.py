@@ -56,7 +56,7 @@ class Root:
     value: Any
     is_shared: bool
     """Whether its state is equal on all ranks: the optimizer's. What sees each rank's own samples has its own state,
-    but for the parameters of modules; and values that appear while it works are taken for caches and logs there."""
+    except the parameters of modules; and values that appear while it works are taken for caches and logs there."""
 
     @property
     def placement(self) -> Placement:

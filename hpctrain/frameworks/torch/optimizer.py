@@ -80,7 +80,7 @@ class OptimizerState:
         return factors[place[1]]
 
     def group_numbers(self) -> Iterator[tuple[str, float]]:
-        """Numbers of the groups, but for the rates, by name: some optimizers count or adapt there."""
+        """Numbers of the groups, except the rates, by name: some optimizers count or adapt there."""
         for name, index, group in groups_of(self.parts):
             for key, value in group.items():
                 if key != "lr" and isinstance(value, (bool, int, float)):
@@ -221,6 +221,6 @@ def slot_value(slot: str, value: NDArray[Any], group: Group, parameter: Tensor) 
 
 
 def device_of(slot: str, group: Group, parameter: Tensor) -> torch.device:
-    """Where a slot lies: beside its parameter, but for counts that are read on the host, as torch has it."""
+    """Where a slot lies: beside its parameter, except counts that are read on the host, as torch has it."""
     on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
     return torch.device("cpu") if on_host else parameter.device

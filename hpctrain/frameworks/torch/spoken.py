@@ -1,4 +1,4 @@
-"""State that objects tell themselves: by ``state_dict``, by the extra state of modules, by random generators."""
+"""State that objects report themselves: by ``state_dict``, by the extra state of modules, by random generators."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Chief:
         folder: the run folder.
         attempt: number of this attempt.
         config: the monitor section.
-        say: takes a sentence for the log; the flag tells that rank 0 may not be able to print it.
+        say: takes a sentence for the log; the flag says that rank 0 may not be able to print it.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Chief:
         return commands
 
     def decide(self, now: window.Window) -> list[Command]:
-        """Judges one window and tells what it changed; has a look taken at the hosts of those that are suspected."""
+        """Judges one window and reports what it changed; has the hosts of suspected ranks examined."""
         verdicts = self.judge.judge(now)
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)

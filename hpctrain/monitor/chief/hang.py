@@ -17,7 +17,7 @@ TIMES_LONGEST = 10.0
 """The automatic limit in longest silences seen so far."""
 
 ENDED, GONE, STOPPED, SILENT = "ended", "gone", "stopped", "silent"
-"""States of a rank that tell something; anything else is the kernel's letter for a process that lives."""
+"""States of a rank that mean something; anything else is the kernel's letter for a process that lives."""
 LOST = (ENDED, GONE, STOPPED, SILENT)
 """States of ranks that cannot arrive."""
 

@@ -181,7 +181,7 @@ class Judge:
     def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
         """One verdict a rank, or one a host if all ranks of a host with several say the same.
 
-        If these are many, the slowest are told one by one and the others together.
+        If these are many, the slowest are reported one by one and the others together.
         """
         if not len(ranks):
             return []
@@ -350,7 +350,7 @@ class Judge:
             True,
             False,
             ranks=tuple(window.ranks[silent].tolist()),
-            note="these ranks mark no exchange, so their waiting cannot be told from their work",
+            note="these ranks mark no exchange, so their waiting cannot be distinguished from their work",
         )
 
     def condition(

@@ -152,7 +152,7 @@ class TestLinks:
         with h5py.File(folder / "a.h5", "w") as file:
             file["group/x"] = NUMBERS
             file["group/again"] = file["group"]
-        refused(folder / "a.h5", "'group/again' stands in itself")
+        refused(folder / "a.h5", "'group/again' contains itself")
         assert np.array_equal(everything(folder / "a.h5", fields=["group/x"])["group/x"], NUMBERS)
 
     def test_a_file_with_too_many_names(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
