@@ -34,9 +34,14 @@ class Reducer(Protocol):
     """Whether ``borrow`` lends."""
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums over the ranks of such pieces as Pieces makes; in a TensorFlow function or outside.
+        """The sums of the pieces over the ranks; in a TensorFlow function or outside.
 
-        The last piece travels in full precision, and holds SQUARE.
+        Args:
+            pieces: as ``KerasGradients.pack`` makes them, of the same shapes on every rank. The last one travels in
+                full precision.
+
+        Returns:
+            Sums of the same shapes and dtypes. The last one holds the square of the norm of the others, too.
         """
 
     def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -199,6 +204,9 @@ def measured_reducer(
         rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: called with what was measured, if there was a choice.
+
+    Raises:
+        UserError: the configured kind cannot be used here, for example Horovod that is not installed.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
 

@@ -200,6 +200,9 @@ def measured_reducer(
         rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: called with what was measured, if there was a choice.
+
+    Raises:
+        UserError: the configured kind cannot be used here, for example Horovod that is not installed.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
 

@@ -119,36 +119,36 @@ class BaseHook:
 
     @property
     def name(self) -> str:
-        """See Hook."""
+        """The name of the class: override it to rename the class later."""
         return type(self).__name__
 
     def before_fit(self, training: Training) -> StopReason | None:
-        """See Hook."""
+        """Does nothing."""
         return None
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
+        """Does nothing."""
         return None
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """See Hook."""
+        """Does nothing."""
         return None
 
     def end_step(self, training: Training) -> None:
-        """See Hook."""
+        """Does nothing."""
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook."""
+        """Does nothing."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See Hook."""
+        """No state."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See Hook."""
+        """Takes over nothing."""
 
     def close(self) -> None:
-        """See Hook."""
+        """Nothing to release."""
 
 
 class RateHook(BaseHook):

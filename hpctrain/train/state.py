@@ -38,7 +38,11 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Takes over what ``to_json`` gave; earlier versions kept more here."""
+        """Takes over a saved position.
+
+        Args:
+            saved: what ``to_json`` gave; further keys, which earlier versions wrote, are ignored.
+        """
         for key in dataclasses.asdict(self):
             setattr(self, key, saved[key])
 

@@ -38,7 +38,10 @@ def from_dataset(dataset: Dataset) -> Source:
     """Any dataset as something to pack, in the order in which it is stored.
 
     Args:
-        dataset: see ``open_dataset``.
+        dataset: as ``open_dataset`` gives it.
+
+    Raises:
+        UserError: its samples differ in shape.
     """
     ragged = [name for name, field in dataset.fields.items() if field.is_ragged]
     if ragged:

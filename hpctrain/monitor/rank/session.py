@@ -102,6 +102,9 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
         world: all ranks.
         folder: the run folder: the monitor writes to its ``monitor`` folder.
         config: thresholds and actions; by default those of the run file, but a hang is only reported.
+
+    Returns:
+        This rank's session; leaving it as a context manager closes it.
     """
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
