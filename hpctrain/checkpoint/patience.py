@@ -34,7 +34,7 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
         What this rank has read, by index, and for each item the rank that has it.
 
     Raises:
-        DamagedCheckpoint: an item is damaged (on all ranks alike).
+        DamagedCheckpoint: an item is damaged (on all ranks).
         UserError: an item is not for this user or program to read (likewise).
         UnreadableCheckpoint: no attempt of any rank could read an item (likewise).
     """

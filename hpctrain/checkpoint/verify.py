@@ -1,7 +1,7 @@
 """Is a checkpoint what was once written? One process reads all of it.
 
 A checksum says that bytes are those that were written, not that they make sense: a file made by another program, or by
-somebody who means harm, can hang or crash libhdf5. So another process lets it look, for a limited time.
+an attacker, can hang or crash libhdf5. So another process lets it look, for a limited time.
 """
 
 from __future__ import annotations

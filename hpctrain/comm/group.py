@@ -165,7 +165,7 @@ class Group:
         return wait
 
     def free(self) -> None:
-        """Releases the communicator; the group is of no use after that."""
+        """Releases the communicator; the group cannot be used after that."""
         if self.comm:
             self.comm.Free()
 

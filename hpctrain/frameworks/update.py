@@ -27,7 +27,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Decides by what all ranks know alike, so that all decide alike."""
+    """Decides by what is equal on all ranks, so that all decide the same."""
 
     clip_norm: float | None
     loss_scale: LossScale | None
@@ -50,7 +50,7 @@ class UpdateRule:
             norm_of_sums: L2 norm of the summed gradients; may be left out if ``needs_norm`` is False.
 
         Raises:
-            NotFinite: on all ranks alike.
+            NotFinite: on all ranks.
         """
         divisor = result.divisor * self.scale
         norm = None if norm_of_sums is None else norm_of_sums / divisor

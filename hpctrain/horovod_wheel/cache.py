@@ -38,7 +38,7 @@ def make_private(folder: Path) -> None:
     """Makes a folder that nobody else can write to.
 
     Raises:
-        UserError: it is somebody else's.
+        UserError: it belongs to another user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()

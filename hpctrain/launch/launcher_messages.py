@@ -102,7 +102,7 @@ def waits_s(text: str) -> float:
 
 
 def not_started(text: str) -> tuple[list[int], str]:
-    """Ranks that Slurm could not start, and its word for why, which is seldom the cause."""
+    """Ranks that Slurm could not start, and its reason, which is rarely the cause."""
     found = NOT_STARTED.findall(text)
     return sorted({int(rank) for rank, _ in found}), found[0][1].strip() if found else ""
 

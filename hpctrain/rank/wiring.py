@@ -88,7 +88,7 @@ def make_problem(config: Config, world: World) -> Problem:
     """Calls the user's task function and opens its data.
 
     Raises:
-        UserError: the task or its data cannot be had; see ``load_task`` and ``open_dataset``.
+        UserError: the task or its data cannot be loaded.
     """
     seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
     runtime.set_environment(config.train.threads)
@@ -125,7 +125,7 @@ def make_problem(config: Config, world: World) -> Problem:
 
 
 def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
-    """The task with a function in the place of a loss that is a name, or one of its framework's own."""
+    """The task with a function in place of a loss that is a name, or one of its framework's own."""
     if isinstance(task, TorchTask):
         from hpctrain.frameworks.torch.losses import as_loss
     else:

@@ -1,4 +1,4 @@
-"""Horovod's preconditions and settings, alike for both frameworks. Imports nothing of Horovod by itself."""
+"""Horovod's preconditions and settings, the same for both frameworks. Imports nothing of Horovod by itself."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ReducerChoice:
         """The reducer, or None if it has to be measured. Collective.
 
         Raises:
-            UserError: the reducer that the configuration names cannot be had.
+            UserError: the reducer that the configuration names cannot be used.
         """
         among = reducers.possible(self.config, self.world)
         if len(among) == 1:

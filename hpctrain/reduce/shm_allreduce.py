@@ -128,7 +128,7 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
 def open_shm_allreduce(
     group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False
 ) -> ShmAllreduce | None:
-    """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, if that cannot be."""
+    """Shared buffers of ``length`` elements for each rank of a group; None, on all of them, if that is impossible."""
     shared = share_arrays(group, length, dtype)
     return ShmAllreduce(shared, ring) if shared else None
 
@@ -136,7 +136,7 @@ def open_shm_allreduce(
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
     """Arrays of ``length`` elements for each rank of a group, and ``common`` more that belong to all ranks of a node.
 
-    None, on all alike, if no two ranks share a node, if nodes hold different numbers of ranks, or if shared
+    None, on all of them, if no two ranks share a node, if nodes hold different numbers of ranks, or if shared
     memory is too small or separate (containers). Collective over the group.
     """
     if group.comm is None:

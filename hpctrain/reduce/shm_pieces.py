@@ -105,7 +105,7 @@ class ShmPieces:
 def open_shm_pieces(
     group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, ring: bool
 ) -> ShmPieces | None:
-    """Shared memory for pieces; None, on all ranks alike, if that cannot be (see ``share_arrays``). Collective."""
+    """Shared memory for pieces; None, on all ranks, if that is impossible (as ``share_arrays``). Collective."""
     shared = share_arrays(group, layout.length + 1, dtype, common=1)
     return ShmPieces(shared, layout, shapes, ring) if shared else None
 

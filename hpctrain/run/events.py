@@ -274,7 +274,7 @@ class Decoder:
     """Lines of a file to events, in its order.
 
     Torn lines, which a crash or a full disk leaves, are dropped. Events with a field that is not of its type are left
-    out and counted: somebody else has written them.
+    out and counted: someone else has written them.
     """
 
     def __init__(self) -> None:

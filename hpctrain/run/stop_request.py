@@ -61,7 +61,7 @@ def requested_stop(run_dir: RunDir) -> StopRequest | None:
     """Who asked the run to stop, none if nobody did."""
     try:
         return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))
-    except (PermissionError, safe_read.NotPlain):  # somebody's who shares nothing that he makes, or a folder
+    except (PermissionError, safe_read.NotPlain):  # of a user whose files are private, or a folder
         return BY_PERSON
     except OSError:  # there is none, or a file server does not answer now
         return None

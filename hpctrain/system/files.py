@@ -27,7 +27,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Diverted(OSError):
-    """Something that leads elsewhere, such as a link, in the place of a file or folder of our own."""
+    """Something that leads elsewhere, such as a link, in place of a file or folder of our own."""
 
 
 @contextlib.contextmanager

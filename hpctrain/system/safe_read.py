@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there, such as those of a run folder: read in bounded time and memory, or not.
+"""Files that someone else may have put there, such as those of a run folder: read in bounded time and memory, or not.
 
 A pipe would have its reader wait for ever, a device is not a file, a small text may stand for gigabytes of objects.
 Every reader of run folders and run files reads through here.
@@ -34,7 +34,7 @@ KINDS = (
 
 
 class NotPlain(OSError):
-    """A folder, pipe, socket or device in the place of a plain file."""
+    """A folder, pipe, socket or device in place of a plain file."""
 
 
 class TooLarge(OSError):

@@ -80,7 +80,7 @@ def no_such_loss(name: str, known: Sequence[str]) -> UserError:
 
 
 def not_called(name: str) -> UserError:
-    """A class in the place of an object."""
+    """A class in place of an object."""
     return UserError(f"loss={name} is a class", f"make an object of it: loss={name}()")
 
 

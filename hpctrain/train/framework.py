@@ -59,7 +59,7 @@ class Framework(Protocol):
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         """Forward, backward, exchange, update, over this rank's part of a global batch of ``global_samples`` samples.
 
-        Raises NonFiniteLoss, on every rank alike, if no loss scaling is there to skip the step.
+        Raises NonFiniteLoss, on every rank, if no loss scaling is there to skip the step.
         """
 
     def dry_call(self, batch: HostBatch) -> None:

@@ -31,7 +31,7 @@ class Hook(Protocol):
     - Every method is called on every rank, from the main thread, at the same step, in the order in which the hooks
       were given. So a hook may use the collectives of ``training.world``'s groups, as long as every rank makes the
       same calls.
-    - A reason to stop must be returned by all ranks at the same step: decide from what all ranks know alike, such as
+    - A reason to stop must be returned by all ranks at the same step: decide from what is equal on all ranks, such as
       the step or validation metrics, or agree by a collective first.
     - ``state_dict`` returns equal state on all ranks. ``state_dict``, ``load_state_dict`` and ``close`` talk to no
       other rank.

@@ -37,7 +37,7 @@ class Plateau(RateHook):
         return lambda step: first_factor(schedule(step)) * self.factor
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Every rank holds the same averages, so all decide alike."""
+        """Every rank holds the same averages, so all decide the same."""
         if self.config.metric not in metrics:
             raise UserError(
                 f"schedule.plateau.metric is {self.config.metric!r}, which the task does not report",

@@ -1,4 +1,4 @@
-"""The live view: draws on the terminal until the run has ended or somebody has seen enough."""
+"""The live view: draws on the terminal until the run has ended or the user quits."""
 
 from __future__ import annotations
 

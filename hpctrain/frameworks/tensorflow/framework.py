@@ -270,7 +270,7 @@ def open_keras(
 
     Raises:
         UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
-            models differ, or the reducer that the configuration names cannot be had.
+            models differ, or the reducer that the configuration names cannot be used.
     """
     refuse_what_cannot_work(task, config, world.data.size)
     require_own_gpu(world.local_size)

@@ -351,7 +351,7 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
 
     Raises:
         UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
-            cannot be had.
+            cannot be used.
     """
     train, model = config.train, task.model
     device = pick_device(world.local_rank)

@@ -79,7 +79,7 @@ def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float
 
 
 def step_seconds(busy: Array, wait: Array) -> float:
-    """Seconds that the window took: busy and wait of a rank add up to it, on every rank alike."""
+    """Seconds that the window took: busy and wait of a rank add up to it, on every rank."""
     return max(float(np.median((busy + wait).sum(axis=1))), 1e-9)
 
 
