@@ -47,7 +47,7 @@ class Policy:
         return bool(self.every_epochs and at_epoch_end and epoch % self.every_epochs == 0)
 
     def retry_s(self, failures: int, stall_s: float) -> float:
-        """Seconds from the last of this many failures in a row to the next attempt, which costs a stall as well."""
+        """Seconds from the last of so many failures in a row to the next attempt, which costs a stall as well."""
         return max(min(RETRY_S * 2 ** min(failures - 1, 10), LONGEST_RETRY_S), stall_s / self.overhead_budget)
 
     def interval_s(self, cost: Cost | None) -> float:

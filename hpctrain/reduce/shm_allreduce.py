@@ -183,7 +183,7 @@ def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
 
 
 def _allocate(path: str, flags: int, parts: Sequence[tuple[int, int]]) -> int | None:
-    """An open file with these ranges (offset, length) allocated, or None if that is not possible."""
+    """An open file with these ranges (offset, length) allocated, or None where that is not possible."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     except OSError:
