@@ -114,7 +114,7 @@ def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: fl
 
 
 def _read_at(path: Path, position: int) -> bytes:
-    """What comes next; empty if there is nothing more, or no file."""
+    """What comes next; empty where there is nothing more, or no file."""
     try:
         handle = safe_read.open_plain(path)
     except (FileNotFoundError, safe_read.NotPlain):
