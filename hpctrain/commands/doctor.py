@@ -29,16 +29,17 @@ def run(args: argparse.Namespace) -> int:
     from hpctrain.doctor.finding import Status
 
     folder = Path("runs").absolute()
+    config: Config | None = None
     more: list[Finding] = []
     if args.run_file:
         from hpctrain.doctor import task
         from hpctrain.run.folder import RunDir
 
         config, more = task.findings(args.run_file)
-        if config and config.task and more[-1].status is not Status.PROBLEM:
-            more = [*more, trial(config)]
         folder = RunDir.for_config(config).path if config else folder
     found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
+    if config and config.task and more[-1].status is not Status.PROBLEM:
+        found.append(trial(config))  # last: a task that is loaded may change what the others would find
     return show(found, args.json)
 
 

@@ -177,11 +177,11 @@ def refuse_what_streams_cannot(config: Config, task: Task) -> None:
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
     """Makes the weights of a Keras model that waits for its first batch, by a dry call on one sample of its data."""
     if isinstance(task, KerasTask):
-        from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+        from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 
         if lacks_weights(task.model):
             recipe = Recipe(task.transform, task.collate, seed)
-            dry_call(task, make_batch(train(), recipe, first_draw(np.arange(1))))
+            build_weights(task, make_batch(train(), recipe, first_draw(np.arange(1))))
 
 
 def require_same_data(problem: Problem, world: World) -> None:

@@ -99,16 +99,19 @@ def test_ours_is_imported_before_the_tasks_folder_is_looked_into(trap: Path, tmp
     assert_nothing_ran(trap, said)
 
 
-def test_looking_for_a_task_runs_nothing_of_it(trap: Path, tmp_path: Path) -> None:
+def test_trying_a_task_runs_the_task_alone(trap: Path, tmp_path: Path) -> None:
     (trap / "package").mkdir()
-    (trap / "package" / "__init__.py").write_text(f"open({str(trap / 'ran.txt')!r}, 'w').write('package')\n")
+    (trap / "package" / "__init__.py").write_text(f"open({str(trap / 'loaded')!r}, 'w').close()\n")
     (trap / "package" / "tasks.py").touch()
     (tmp_path / "run.yaml").write_text(
         f"name: r\ntask: package.tasks:task\nrun_dir: {tmp_path}/run\ntrain: {{steps: 1, global_batch: 1}}\n"
     )
     said = run(trap, PROGRAM, "doctor", "--json", str(tmp_path / "run.yaml"))
     assert_nothing_ran(trap, said)
-    assert {"topic": "task", "value": "package.tasks:task", "status": "ok", "fix": ""} in json.loads(said.stdout)["findings"]
+    assert (trap / "loaded").exists()
+    assert {"topic": "task", "value": "package.tasks:task", "status": "ok", "fix": ""} in json.loads(said.stdout)[
+        "findings"
+    ]
 
 
 EMPTY_ENTRY = """

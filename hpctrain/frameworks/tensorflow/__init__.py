@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain.frameworks.tensorflow.framework import KerasFramework
     from hpctrain.frameworks.tensorflow.state import model_tensors
-    from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+    from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 
 _MODULES = {
     "KerasFramework": "framework",
-    "dry_call": "weights",
+    "build_weights": "weights",
     "lacks_weights": "weights",
     "model_tensors": "state",
 }
 
 __all__ = [
     "KerasFramework",
-    "dry_call",
+    "build_weights",
     "lacks_weights",
     "model_tensors",
 ]

@@ -14,7 +14,7 @@ def lacks_weights(model: keras.Model) -> bool:
     return any(not layer.built for layer in model._flatten_layers())
 
 
-def dry_call(task: KerasTask, samples: Samples) -> None:
+def build_weights(task: KerasTask, samples: Samples) -> None:
     """Traces forward pass, loss and metrics once, so that every layer makes its weights; nothing is computed.
 
     Args:

@@ -12,7 +12,7 @@ from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.frameworks.tensorflow.framework import open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
-from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
@@ -29,7 +29,7 @@ def task_of(problem: Problem) -> KerasTask:
     begin_task(7, problem.train.get("precision", "fp32"))
     task = KerasTask(problem.model(), problem.loss, problem.optimizer(), None, forward=problem.forward)
     if lacks_weights(task.model):
-        dry_call(task, problem.fields)
+        build_weights(task, problem.fields)
     return task
 
 

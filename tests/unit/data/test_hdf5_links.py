@@ -356,7 +356,7 @@ class TestOutside:
             "def task(world):\n"
             "    model = torch.nn.Linear(1, 1)\n"
             "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-            "    loss = lambda output, batch: output.mean()\n"
+            "    loss = lambda outputs, batch: outputs.mean()\n"
             f"    return TorchTask(model, loss, optimizer, {str(path)!r}, validation={str(path)!r})\n"
         )
         run_file = folder / "run.yaml"

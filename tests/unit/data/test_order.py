@@ -60,7 +60,7 @@ def test_any_position_is_found_without_those_before_it(order: Order, epoch: int,
 @given(order=orders)
 def test_drop_last_leaves_out_only_the_smaller_batch(order: Order) -> None:
     if order.length < order.global_batch:
-        with pytest.raises(UserError, match="fill no global batch"):
+        with pytest.raises(UserError, match="fills no global batch"):
             Order(order.length, order.global_batch, drop_last=True)
         return
     dropping = Order(order.length, order.global_batch, order.seed, order.shuffle, order.block_samples, drop_last=True)

@@ -14,7 +14,7 @@ from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.frameworks.tensorflow.runtime import begin_task
-from hpctrain.frameworks.tensorflow.weights import dry_call, lacks_weights
+from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
@@ -177,7 +177,7 @@ def test_a_dry_call_makes_the_weights_of_subclassed_models(is_built: bool) -> No
     metrics = {"judged": lambda outputs, batch: judge(outputs)[0, 0]}
     task = KerasTask(model(), mean_loss, keras.optimizers.Adam(1e-2), None, metrics=metrics)
     assert lacks_weights(task.model)
-    dry_call(task, samples())
+    build_weights(task, samples())
     assert not lacks_weights(task.model) and judge.built
     assert {variable.path for variable in task.model.variables} == {
         f"subclassed/{layer}/{weight}" for layer in ("dense_1", "dense_2", "dense_3") for weight in ("kernel", "bias")
