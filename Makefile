@@ -1,5 +1,5 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
-# make test   set up, then run every test (those for Slurm and GPUs where there are some)
+# make test   set up, then run every test (those for Slurm and GPUs if there are any)
 # make check  before every commit: style, types, unit tests; under a minute
 # make torture  kill ranks 200 times at random moments, and resume; train every layer on 4 ranks; attack the
 #               monitor's network with 4,500 intruders; half an hour

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # env/setup.sh [--dev]: make .venv with hpctrain, PyTorch, TensorFlow, MPI and Horovod; --dev adds what the tests need.
-# Run it as often as you like: it does what is missing, and goes on after an interruption.
+# Run it as often as you like: it does what is missing, and resumes after an interruption.
 #   PYTHON  the interpreter (default: the first of python3.11, 3.12, 3.13, python3 that fits)
 #   TORCH   pip's requirement for PyTorch (default: torch as pinned in constraints.txt, in the build your index offers)
 #   VENV    where the environment goes (default: .venv)

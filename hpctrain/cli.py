@@ -126,7 +126,7 @@ def overview() -> argparse.ArgumentParser:
         prog="hpctrain",
         usage="hpctrain COMMAND ...",
         description="Batch training of neural networks on HPC clusters.",
-        epilog=f"commands:\n{lines}\n\nhpctrain COMMAND --help tells more.",
+        epilog=f"commands:\n{lines}\n\nhpctrain COMMAND --help says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -8,7 +8,7 @@ import os
 
 
 class ExitCode(enum.IntEnum):
-    """What a hpctrain process tells its caller; values follow sysexits.h where it has a name for the case."""
+    """What an hpctrain process tells its caller; values follow sysexits.h if it has a name for the case."""
 
     DONE = 0
     """The run reached its end."""
@@ -17,9 +17,9 @@ class ExitCode(enum.IntEnum):
     FAILURE = 70
     """Something broke: a rank died, a node vanished, the program has a defect."""
     STOPPED = 75
-    """Stopped on request with a checkpoint: run the same command again to go on."""
+    """Stopped on request with a checkpoint: run the same command again to resume."""
     DO_NOT_REQUEUE = 76
-    """A repeated failure, or no progress: running again would waste the allocation. Or a newer attempt goes on."""
+    """A repeated failure, or no progress: running again would waste the allocation; or a newer attempt took over."""
 
 
 class Code(enum.StrEnum):
@@ -33,21 +33,21 @@ class Code(enum.StrEnum):
     STOPPED = "stopped"
     """On request."""
     TIME_LIMIT = "time_limit"
-    """Stopped since the job's time was nearly over."""
+    """Stopped because the job's time was nearly over."""
 
     USER_ERROR = "user_error"
-    """Run file, data, command line or environment; no more is known."""
+    """The run file, data, command line or environment; nothing more precise is known."""
     EXCEPTION = "exception"
     """Any error that no other code is more precise about."""
     NAN = "nan"
     """Loss, gradient or weights are not finite."""
     NO_PROGRESS = "no_progress"
-    """Attempts came no further."""
+    """Repeated attempts made no progress."""
     DAMAGED_CHECKPOINT = "damaged_checkpoint"
     UNREADABLE_CHECKPOINT = "unreadable_checkpoint"
-    """A file system does not give it now; nothing is known of what is in it."""
+    """The file system cannot read it at the moment; whether it is damaged is not known."""
     HOROVOD = "horovod"
-    """It is missing, or does not fit."""
+    """Horovod is missing, or does not match the installation."""
     IN_USE = "in_use"
     """Another run, or a newer attempt, holds the run folder."""
 
@@ -57,7 +57,7 @@ class Code(enum.StrEnum):
     VANISHED = "vanished"
     """A rank ended without a word."""
     SINGLETONS = "singletons"
-    """Ranks do not find each other."""
+    """Each rank believes that it is alone."""
     STOP = "stop"
     """Ranks did not stop in time."""
 
@@ -67,28 +67,34 @@ class Code(enum.StrEnum):
     READ_ONLY = "read_only"
     """A file system that cannot be written."""
     PREFLIGHT = "preflight"
-    """Something was wrong before any rank was started; no more is known."""
+    """Something was wrong before any rank started; nothing more precise is known."""
 
     STRAGGLER = "straggler"
     DATA_BOUND = "data_bound"
     EXCHANGE_BOUND = "exchange_bound"
     CHECKPOINT_FAILED = "checkpoint_failed"
     UNKNOWN = "unknown"
-    """Nobody knows, or a version of hpctrain that has no codes, or newer ones, has written it."""
+    """The cause is not known, or the record was written by a version of hpctrain without codes or with newer ones."""
 
     @classmethod
     def read(cls, value: object) -> Code:
-        """The code that a record holds."""
+        """The code that a record holds; UNKNOWN if it is not one of these."""
         return cls(value) if isinstance(value, str) and value in set(cls) else cls.UNKNOWN
 
 
 class HpctrainError(Exception):
-    """What went wrong in one sentence, how to fix it in another, a code, and the exit code it ends the run with."""
+    """What went wrong in one sentence, how to fix it in another, and a code for programs.
+
+    Args:
+        what: what went wrong.
+        fix: how to fix it.
+        code: the same for programs; by default that of the class.
+    """
 
     exit_code = ExitCode.FAILURE
-    """What a process that it ends exits with."""
+    """Exit code of a process that this error ends."""
     code = Code.EXCEPTION
-    """Of errors of this class that are raised without one; ask ``code_of``, which looks at the error's cause too."""
+    """Code of an error that is raised without one. Read it with ``code_of``, which also looks at the error's cause."""
 
     def __init__(self, what: str, fix: str, code: Code | None = None) -> None:
         super().__init__(what)
@@ -109,6 +115,7 @@ class UserError(HpctrainError):
     exit_code = ExitCode.USER_ERROR
     """64."""
     code = Code.USER_ERROR
+    """``user_error``; raise it with a more precise one if there is one."""
 
 
 class RunFailed(HpctrainError):
@@ -125,7 +132,7 @@ class NoRequeue(HpctrainError):
 class Replaced(NoRequeue):
     """A newer attempt at the run, or another process, has taken over: this one must not write any more. Exit code 76.
 
-    Raised only where that was seen: a file server that does not answer is no reason.
+    Raised only if that was seen: a file server that does not answer is not a reason.
     """
 
     code = Code.IN_USE
@@ -149,7 +156,7 @@ class MissingExtra(UserError):
 
 
 GENERAL = (Code.EXCEPTION, Code.USER_ERROR)
-"""Codes than which that of an error's cause is more precise."""
+"""General codes: the code of an error's cause is more precise."""
 BY_ERRNO = {
     errno.ENOSPC: Code.DISK_FULL,
     errno.EDQUOT: Code.DISK_FULL,
@@ -173,7 +180,7 @@ def code_of(error: BaseException) -> Code:
 def _foreign(error: BaseException) -> Code:
     if isinstance(error, OSError) and error.errno in BY_ERRNO:
         return BY_ERRNO[error.errno]
-    # Of the host's memory PyTorch tells by the system's text in a RuntimeError.
+    # PyTorch reports exhausted host memory as a RuntimeError with the system's text.
     is_memory = type(error) is RuntimeError and os.strerror(errno.ENOMEM) in str(error)
     if is_memory or {kind.__name__ for kind in type(error).__mro__} & set(OUT_OF_MEMORY):
         return Code.OUT_OF_MEMORY

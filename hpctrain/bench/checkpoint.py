@@ -168,7 +168,7 @@ def read_raw(path: Path) -> int:
 
 
 def torch_contenders(arrays: Arrays) -> dict[str, Callable[..., float | None]]:
-    """torch.save and DCP, where torch is installed."""
+    """torch.save and DCP, if torch is installed."""
     try:
         from hpctrain.bench.torch_checkpoint import contenders
     except ImportError:

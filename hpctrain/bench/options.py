@@ -10,5 +10,5 @@ from hpctrain.errors import UserError
 def existing_folder(text: str) -> Path:
     """A folder that an option names. Raises UserError."""
     if not Path(text).is_dir():
-        raise UserError(f"--folder {text} is no folder", "name one that is there, on the disk to measure")
+        raise UserError(f"--folder {text} is not a folder", "name one that is there, on the disk to measure")
     return Path(text)

@@ -13,7 +13,6 @@ WAYS = "mpi-node,mpi-flat,mpi-flat-fp16,horovod-flat,horovod-flat-fp16"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli."""
     parser.add_argument("--sizes", default="0.0625,1,4,16,64", help="comma-separated MiB of fp32 gradients")
     parser.add_argument("--ways", default=WAYS, help=f"comma-separated ways (default: {WAYS})")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default: 2)")
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli."""
     if args.ranks < 2:
         raise UserError("one rank exchanges nothing", "give --ranks 2 or more")
     options = {"--sizes": args.sizes, "--ways": args.ways, "--rounds": str(args.rounds), "--steps": str(args.steps)}

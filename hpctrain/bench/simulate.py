@@ -143,7 +143,7 @@ def verdict(ranks: int, folder: Path) -> Action:
 
 
 def chief(ranks: int, folder: Path) -> Action:
-    """One window and one heartbeat of all nodes: messages read, judged, told, and a look for a hang."""
+    """One window and one heartbeat of all nodes: messages read, judged, reported, and a look for a hang."""
     run_dir = RunDir(folder)
     run_dir.monitor.mkdir(parents=True)
     nodes = [rank // RANKS_PER_NODE for rank in range(ranks)]

@@ -57,7 +57,6 @@ def rows(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli."""
     parser.add_argument(
         "--framework", choices=[*FRAMEWORKS, "all"], default="torch", help="whose step (default: torch)"
     )
@@ -84,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli."""
     if min(args.ranks, args.rounds, args.steps) < 1:
         raise UserError("--ranks, --rounds and --steps must be 1 or more", "give positive numbers")
     frameworks = list(FRAMEWORKS) if args.framework == "all" else [args.framework]

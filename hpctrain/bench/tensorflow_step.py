@@ -141,7 +141,6 @@ class Ours:
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
 
     def step(self) -> None:
-        """See Contender."""
         self.framework.step([self.batch], self.samples)
 
 
@@ -171,11 +170,9 @@ class Plain:
         self.close = close
 
     def step(self) -> None:
-        """See Contender."""
         self.function()
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in self.model.trainable_variables)).hexdigest()
 
 

@@ -18,7 +18,7 @@ Take = Callable[[str, Callable[[], object]], None]
 
 
 def contenders(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, Callable[[Path, str, Take], float | None]]:
-    """By name; each saves to a path and gives the seconds for which training would have stopped, where that is less."""
+    """By name; each saves to a path and gives the seconds for which training would have stopped, if that is less."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def torch_save(path: Path, name: str, take: Take) -> None:

@@ -25,7 +25,6 @@ class Exchange:
         self.reducer = reducer
 
     def step(self) -> None:
-        """See Contender."""
         self.reducer.exchange()
 
     def weights_hash(self) -> str:
@@ -33,12 +32,11 @@ class Exchange:
         return ""
 
     def close(self) -> None:
-        """See Contender."""
         self.reducer.close()
 
 
 def make(way: str, mib: float, world: World) -> Exchange:
-    """An exchange of so many MiB of fp32."""
+    """An exchange of this many MiB of fp32."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(max(1, int(mib * MIB / 4))))
     return Exchange(make_reducer(Candidate.parse(way), world.data, model, ReduceConfig()))

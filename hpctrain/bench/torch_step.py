@@ -73,7 +73,6 @@ class Problem:
         return functional.cross_entropy(model(self.inputs).flatten(0, -2), self.targets)
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return digest(list(self.model.parameters()))
 
 
@@ -91,16 +90,13 @@ class Ours:
         self.reducer.exchange(loss.detach())
 
     def step(self) -> None:
-        """See Contender."""
         self.backward()
         self.problem.optimizer.step()
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return self.problem.weights_hash()
 
     def close(self) -> None:
-        """See Contender."""
         self.reducer.close()
 
 
@@ -111,13 +107,11 @@ class Plain:
         self.problem, self.model, self.optimizer, self.close = problem, model, optimizer, close
 
     def step(self) -> None:
-        """See Contender."""
         self.optimizer.zero_grad()
         self.problem.loss(self.model).backward()
         self.optimizer.step()
 
     def weights_hash(self) -> str:
-        """See Contender."""
         return self.problem.weights_hash()
 
 
@@ -182,7 +176,7 @@ def compare(model: str, contenders: Sequence[str], choices: Choices, rounds: int
 
 
 def join_gloo(world: World) -> None:
-    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0 where its host name does not."""
+    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0 if its host name does not."""
     free = socket.create_server(("", 0))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1" if world.nodes == 1 else world.host)
     where = world.everyone.broadcast([address, free.getsockname()[1]], "find rank 0")

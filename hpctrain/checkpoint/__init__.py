@@ -1,4 +1,4 @@
-"""State of a run saved to HDF5 while training goes on, verified when it is read, and resumed from.
+"""State of a run saved to HDF5 while training continues, verified when it is read, and resumed from.
 
 ``store`` is for everybody, ``hook`` for training runs; ``saver`` writes in the background, ``folder`` commits,
 ``format`` is what lies on the disk, ``exports`` gives weights to other programs. The names below are for other rooms;

@@ -33,7 +33,7 @@ class CheckpointFolder:
 
     Args:
         path: made with its parents when the first checkpoint is written.
-        fence: called before each commit and each removal; raises Replaced where this process may no longer write.
+        fence: called before each commit and each removal; raises Replaced if this process may no longer write.
     """
 
     def __init__(self, path: str | os.PathLike[str], fence: Callable[[], None] = no_fence) -> None:
@@ -149,7 +149,7 @@ def leave_record(partial: Path, file: str, text: bytes) -> None:
 
 
 def take_record(partial: Path, file: str) -> tuple[bytes, int]:
-    """A shard's entry, which is removed, and the shard's size. Raises DamagedCheckpoint where it is not whole."""
+    """A shard's entry, which is removed, and the shard's size. Raises DamagedCheckpoint if it is not whole."""
     path = partial / f"{file}.entry"
     record = path.read_bytes()
     digest, text = record[:64], record[64:]

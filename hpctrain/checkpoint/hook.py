@@ -38,7 +38,7 @@ NOTHING = np.array([0, 0, 1], dtype=np.int64)
 
 PREPARATIONS = 2
 """First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
-that could not be saved, because it changes where nobody sees it, is told before hours of training."""
+that could not be saved, because it changes where nobody sees it, is reported before hours of training."""
 
 
 class CheckpointHook(BaseHook):
@@ -118,7 +118,7 @@ class CheckpointHook(BaseHook):
         self.last_s = time.monotonic()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Makes a checkpoint due where the watched metric improved."""
+        """Makes a checkpoint due if the watched metric improved."""
         if self.config.best_metric is None:
             return None
         if self.config.best_metric not in metrics:
@@ -152,7 +152,7 @@ class CheckpointHook(BaseHook):
         self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """Saves the end of the attempt, and returns when it is durable. Raises RunFailed where it cannot be.
+        """Saves the end of the attempt, and returns when it is durable. Raises RunFailed if it cannot be.
 
         One that was asked to stop has little time: it gives up what is in flight, unless that is the best one so far.
         """
@@ -177,7 +177,6 @@ class CheckpointHook(BaseHook):
             self.best = saved["best"]
 
     def close(self) -> None:
-        """See Hook."""
         if self.saver:
             self.saver.close()
 
@@ -222,7 +221,7 @@ class CheckpointHook(BaseHook):
         self.stall_s = self.last_s - begin
 
     def _settle(self, outcome: Outcome | None) -> Any:
-        """Reports how a save ended; a failed one leaves the run going on, unless that was replaced or is past help."""
+        """Reports how a save ended; after a failed one the run continues, unless it was replaced or is past help."""
         if outcome is None:
             return None
         path = str(outcome.path)
@@ -275,7 +274,7 @@ def told(event: Event) -> Iterator[str]:
             yield f"checkpoint of step {rejected.step} is not used: {rejected.reason}"
         yield f"resumed from step {event.step}: {event.path}"
     if isinstance(event, InitialWeights):
-        yield f"{len(event.taken)} weights are those of {event.path}"
+        yield f"{len(event.taken)} weights were taken from {event.path}"
         for kind, names in (("missing", event.missing), ("unexpected", event.unexpected), ("reshaped", event.reshaped)):
             if names:
                 yield f"{kind}: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""State of hooks in a checkpoint: values of JSON stand in the manifest, arrays among the tensors."""
+"""State of hooks in a checkpoint: values of JSON are in the manifest, arrays among the tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HookState:
 
 
 def state_of(hooks: Sequence[Hook]) -> HookState:
-    """Asks all hooks. Raises UserError where a checkpoint cannot keep what one of them returns."""
+    """Asks all hooks. Raises UserError if a checkpoint cannot keep what one of them returns."""
     texts: dict[str, str] = {}
     tensors: list[ArrayTensor] = []
     for hook in hooks:

@@ -90,7 +90,7 @@ def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     elif is_absent(source):
         raise UserError(f"{source} does not exist", "check checkpoint.init_from")
     else:
-        path = Path(os.path.realpath(source))  # the user's own word is followed, where a checkpoint's never is
+        path = Path(os.path.realpath(source))  # the user's own path is followed; one from a checkpoint never is
         arrays, dtypes = patiently(lambda: safetensors.read(path))
     plain = {name: name.removeprefix(MODEL) for name in arrays}
     return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}
@@ -104,7 +104,7 @@ def current(tensor: StateTensor) -> NDArray[Any]:
 
 
 def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """An array of another floating-point type; values are rounded where it has fewer bits."""
+    """An array of another floating-point type; values are rounded if it has fewer bits."""
     if dtype == wanted:
         return array
     if dtype == "bfloat16":

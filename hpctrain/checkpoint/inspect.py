@@ -15,7 +15,7 @@ from hpctrain.checkpoint.reading import Loaded
 
 @dataclass(frozen=True)
 class Summary:
-    """A tensor at a glance; numbers are over its finite values, None where there are none."""
+    """A tensor at a glance; numbers are over its finite values, None if there are none."""
 
     name: str
     shape: tuple[int, ...]

@@ -22,7 +22,7 @@ FINAL = (DamagedCheckpoint, UserError)
 
 
 def read_among(group: Group, count: int, read: Callable[[int], T], what: str) -> tuple[dict[int, T], list[int]]:
-    """Reads items 0 to ``count`` - 1, each by one rank, and by another one where that cannot. Collective.
+    """Reads items 0 to ``count`` - 1, each by one rank, and by another one if that cannot. Collective.
 
     Args:
         group: ranks that share the work.
@@ -34,7 +34,7 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
         What this rank has read, by index, and for each item the rank that has it.
 
     Raises:
-        DamagedCheckpoint: an item is damaged (on all ranks alike).
+        DamagedCheckpoint: an item is damaged (on all ranks).
         UserError: an item is not for this user or program to read (likewise).
         UnreadableCheckpoint: no attempt of any rank could read an item (likewise).
     """
@@ -64,7 +64,7 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
                 foreign_text.show(f"hpctrain: {text}", sys.stderr)
         reason, fix = told[0][2:]
         pending = [index for index, *_ in told]
-        for index in pending:  # far enough away to be on another node, where there are several
+        for index in pending:  # far enough away to be on another node, if there are several
             holders[index] = (holders[index] + max(1, group.size // 2)) % group.size
     who = " by this process" if group.size == 1 else " by different ranks"
     raise UnreadableCheckpoint(f"{reason} (tried {len(PAUSES_S) + 1} times{who} in {sum(PAUSES_S):.0f} s)", fix)

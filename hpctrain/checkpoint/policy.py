@@ -77,7 +77,7 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def policy_of(config: CheckpointConfig) -> Policy:
-    """The rules of a run file; ``interval: auto`` counts where no other rule is given."""
+    """The rules of a run file; ``interval: auto`` counts if no other rule is given."""
     given = config.every_steps or config.every_epochs or config.every_minutes
     automatic = config.interval == "auto" and not given
     return Policy(

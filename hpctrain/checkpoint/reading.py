@@ -42,7 +42,7 @@ class Loaded:
     meta: dict[str, Any]
     """What was saved as ``meta``."""
     arrays: dict[str, NDArray[Any]]
-    """By name; bfloat16 as uint16. Where the number of ranks differs from the saved one: without random states of
+    """By name; bfloat16 as uint16. If the number of ranks differs from the saved one: without random states of
     ranks, and with the mean of what other floating-point state the ranks had of their own."""
     dtypes: dict[str, str]
     """Logical types by name."""
@@ -122,7 +122,7 @@ def take(
     of_ranks: dict[str, dict[int, NDArray[Any]]],
     rank: int | None,
 ) -> None:
-    """Adds replicated values and this rank's to ``arrays``, or where ``rank`` is None every rank's to ``of_ranks``."""
+    """Adds replicated values and this rank's to ``arrays``, or if ``rank`` is None every rank's to ``of_ranks``."""
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor
         view = view_of(image, piece, stored.offset)

@@ -14,7 +14,7 @@ from hpctrain.train.state import Placement, StateTensor
 
 
 def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize: Callable[[], None], step: int) -> None:
-    """Raises RunFailed, on all ranks, where a tensor that should be equal on all of them is not. Collective; slow."""
+    """Raises RunFailed, on all ranks, if a tensor that should be equal on all of them is not. Collective; slow."""
     sums = {}
     for tensor in tensors:
         if tensor.placement is Placement.REPLICATED:

@@ -19,7 +19,7 @@ from hpctrain.train.state import TrainState
 def resume(
     store: CheckpointStore, framework: Framework, state: TrainState, identity: Mapping[str, Any], fresh: bool = False
 ) -> Loaded | None:
-    """Loads the newest sound checkpoint into framework and state; None where there is none. Collective.
+    """Loads the newest sound checkpoint into framework and state; None if there is none. Collective.
 
     Clears what killed attempts left behind, and puts aside what is damaged.
 
@@ -44,7 +44,7 @@ def resume(
             with suppress(OSError):  # it is passed over again at the next resume
                 store.put_aside(rejected.step, "damaged")
     if "identity" not in loaded.meta or "state" not in loaded.meta:
-        raise UserError(f"{loaded.path} is not of a training run", "choose another run_dir, or begin with --fresh")
+        raise UserError(f"{loaded.path} is not from a training run", "choose another run_dir, or begin with --fresh")
     refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
     framework.load(loaded.arrays)
     if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
@@ -54,7 +54,7 @@ def resume(
 
 
 def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
-    """Sweeps, on rank 0; returns the steps to resume from. Raises UserError where the folder may not be changed."""
+    """Sweeps, on rank 0; returns the steps to resume from. Raises UserError if the folder may not be changed."""
 
     def clear() -> None:
         try:

@@ -29,7 +29,7 @@ DECISIVE = (
 )
 """Keys of the run file that change what is computed. The global batch and the data are compared as resolved."""
 LENGTH = ("train.epochs", "train.steps")
-"""Keys that a longer run changes; decisive only where the learning rate depends on the run's end."""
+"""Keys that a longer run changes; decisive only if the learning rate depends on the run's end."""
 DATA = ("global batch", "training data")
 """What a position in the data means depends on; never accepted when changed."""
 ENDLESS = ("constant", "step", "exponential", "restarts", "plateau")
@@ -111,7 +111,7 @@ def is_accepted(key: str, accepted: Iterable[str]) -> bool:
 
 
 def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Raises UserError, showing the differences, where a run file asks for another run than the checkpoint's.
+    """Raises UserError, showing the differences, if a run file asks for another run than the checkpoint's.
 
     Differences that the run file accepts (``checkpoint.accept``) are none.
 
@@ -130,7 +130,7 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
         shown += f" (schedule.kind {kind} ends with the run, so that a longer one would have had other rates all along)"
     if all(key not in DATA for key, _, _ in found):
         flags = " ".join(f"--accept {key}" for key in dict.fromkeys(length_as_one(key) for key, _, _ in found))
-        fix += f"; to go on all the same, with what the run file says from here on: {flags}"
+        fix += f"; to resume all the same, with what the run file says from here on: {flags}"
     if any(key == "global batch" for key, _, _ in found):
         old = saved["global_batch"]
         fix = f"set train.global_batch to {old}, which any number of ranks up to {old} can share; or begin with --fresh"

@@ -54,7 +54,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended; the same on all ranks but for the times."""
+    """How a save ended; the same on all ranks except for the times."""
 
     step: int
     path: Path
@@ -69,7 +69,7 @@ class Outcome:
     code: Code | None = None
     """The same for programs."""
     is_dropped: bool = False
-    """Whether the reason is that its ranks gave it up; see ``Saver.drop``."""
+    """Whether the reason is that its ranks abandoned it (``Saver.drop``)."""
 
     @property
     def is_final(self) -> bool:
@@ -109,7 +109,7 @@ class Job:
     begin: float
     stall_s: float
     image: ShardImage | None
-    """The snapshot; None where it could not be taken."""
+    """The snapshot; None if it could not be taken."""
     problem: Exception | None = None
     """Why not."""
     stage: Stage = Stage.WRITING
@@ -137,8 +137,8 @@ class Saver:
         keep: what to remove after a save.
         group: the ranks; all call every method in the same order.
         writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
-        token: tells this saver's folders from those of others; equal on all ranks.
-        allocate: gives staging memory of so many bytes, uint8, contiguous (pinned, for GPUs).
+        token: distinguishes this saver's folders from those of others; equal on all ranks.
+        allocate: gives staging memory of this many bytes, uint8, contiguous (pinned, for GPUs).
     """
 
     def __init__(
@@ -159,16 +159,24 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
         self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
+        """Name, shape, dtype and placement of each tensor of the last save: if they change, files are planned again."""
         self.sources: list[int] = []
+        """Index, among the tensors given, of each one that this rank writes."""
         self.trained: frozenset[str] = frozenset()
+        """Names of the tensors that must be finite."""
         self.total_bytes = 0
         self.plan: Skeleton | None = None
+        """The shard file of this rank without its values."""
         self.images: list[ShardImage] = []
         """Staging: one, or two once a snapshot had to wait for the one in flight."""
         self.job: Job | None = None
+        """The checkpoint in flight."""
         self.waiting: Job | None = None
+        """A snapshot that is written after the one in flight."""
         self.sound: set[int] = set()
+        """Steps of the checkpoints that are known to be whole."""
         self.protected: set[int] = set()
+        """Steps that retention must not remove."""
 
     @property
     def idle(self) -> bool:
@@ -176,7 +184,7 @@ class Saver:
         return self.job is None
 
     def prepare(self, tensors: Sequence[StateTensor]) -> ShardImage:
-        """Staging that is free, for this rank's shard; made where tensors are new to it or the other one is in flight.
+        """Staging that is free, for this rank's shard; made when tensors are new to it or the other one is in flight.
 
         Raises:
             UserError: names or types cannot be stored (the same on all ranks).
@@ -268,10 +276,10 @@ class Saver:
         return np.array([finished, sound], dtype=np.int64)
 
     def advance(self, least: NDArray[np.int64]) -> Outcome | None:
-        """Goes on to the next stage if all ranks have finished theirs; the outcome after the last one.
+        """Moves on to the next stage if all ranks have finished theirs; the outcome after the last one.
 
         ``least`` is the elementwise minimum of all ranks' ``flags()``, taken since the last change of stage. Talks to
-        other ranks only where one failed.
+        other ranks only if one failed.
         """
         job = self.job
         if job is None or not least[0]:
@@ -313,7 +321,7 @@ class Saver:
     def _write(self, image: ShardImage, partial: Path, is_dropped: Callable[[], bool]) -> None:
         """On every rank, in the background."""
         if spoiled := image.first_not_finite(self.trained):
-            fix = "no checkpoint is made of weights that nobody could go on with"
+            fix = "no checkpoint is made of weights that a run could not resume from"
             raise NoRequeue(f"{spoiled} is not finite", fix, Code.NAN)
         self.folder.prepare_folder(partial)
         self._require_space(partial, image.buffer.size)

@@ -34,7 +34,7 @@ class CheckpointStore(CheckpointFolder):
         path: the folder; made with its parents when the first checkpoint is saved.
         keep: what to remove after a save; nothing by default.
         group: ranks that save and load together, each of which then calls ``save`` and ``load``.
-        fence: called before each commit and each removal; raises Replaced where this process may no longer write.
+        fence: called before each commit and each removal; raises Replaced if this process may no longer write.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def open_saver(
 
 
 def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
-    """The store, and the step where one is meant, of what a person types, see ``which.checkpoints``.
+    """The store, and the step if one is meant, of what a person types, see ``which.checkpoints``.
 
     Raises:
         UserError: there is no such folder, or no checkpoint in it.

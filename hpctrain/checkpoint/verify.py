@@ -1,7 +1,7 @@
 """Is a checkpoint what was once written? One process reads all of it.
 
 A checksum says that bytes are those that were written, not that they make sense: a file made by another program, or by
-somebody who means harm, can hang or crash libhdf5. So another process lets it look, for a limited time.
+an attacker, can hang or crash libhdf5. So another process lets it look, for a limited time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verdict:
     problems: tuple[str, ...]
     """None if it is sound."""
     readable: bool = True
-    """Whether it could be read; where it could not, nobody knows whether it is sound."""
+    """Whether it could be read; if it could not, nobody knows whether it is sound."""
 
 
 def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
@@ -88,7 +88,7 @@ def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> l
         )
         output, ending = done.stdout, how_it_ended(done)
     except subprocess.TimeoutExpired as error:
-        output, ending = error.stdout or b"", f"HDF5 has not come to an end with it after {limit_s:g} s"
+        output, ending = error.stdout or b"", f"HDF5 did not finish reading it within {limit_s:g} s"
     answers: list[list[str]] = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
     problems = [problem for answer in answers for problem in answer]
     if len(answers) < len(indices):
@@ -100,7 +100,7 @@ def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str:
     """Why a look has no result."""
     if done.returncode < 0:
         return f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
-    return f"it could not be looked at: {(done.stderr.decode(errors='replace').strip() or 'no reason given')[-300:]}"
+    return f"it could not be examined: {(done.stderr.decode(errors='replace').strip() or 'no reason given')[-300:]}"
 
 
 def look(folder: Path, step: int, indices: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
-"""Who am I among how many: the ranks of a job, and what they tell each other.
+"""Rank and world size: the ranks of a job, and what they exchange.
 
 ``group`` has the collectives, each of which ends after a time limit, and ``world`` finds out which ranks there are.
-Needs mpi4py only where there are several.
+Needs mpi4py only if there are several.
 """
 
 from hpctrain.comm.group import TIMEOUT_S, Group

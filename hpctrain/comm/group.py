@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TIMEOUT_S = 900.0
-"""Longest wait for the other ranks where the caller names none: start-up on a busy shared file system takes minutes."""
+"""Longest wait for the other ranks if the caller names none: start-up on a busy shared file system takes minutes."""
 MOST_COUNTED_S = 0.1
 """Of the time between two looks at a wait: a process that was suspended, as Slurm does, has not waited."""
 QUICK_LOOKS = 200
@@ -48,8 +48,8 @@ class Group:
         """Returns when every rank has arrived.
 
         Args:
-            what: see Group.
-            timeout_s: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
             self._wait(self.comm.Ibarrier(), what, timeout_s)
@@ -59,8 +59,8 @@ class Group:
         whoever can use it: loaders and writers, or a rank that has not arrived yet.
 
         Args:
-            what: see Group.
-            timeout_s: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
             request = self.comm.Ibarrier()
@@ -75,8 +75,8 @@ class Group:
 
         Args:
             value: anything JSON can hold.
-            what: see Group.
-            timeout_s: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
         """
         if not self.comm:
             return [value]
@@ -93,9 +93,9 @@ class Group:
 
         Args:
             value: anything JSON can hold; the other ranks' is ignored.
-            what: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
             root: rank that has the value.
-            timeout_s: see Group.
+            timeout_s: seconds after which it raises RunFailed.
         """
         if not self.comm:
             return value
@@ -111,8 +111,8 @@ class Group:
 
         Args:
             values: numbers, of the same shape and dtype on every rank.
-            what: see Group.
-            timeout_s: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
 
         Returns:
             A new array.
@@ -129,9 +129,9 @@ class Group:
 
         Args:
             values: C-contiguous, of the same shape and dtype on every rank.
-            what: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
             root: rank that has the values.
-            timeout_s: see Group.
+            timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
             everything = values.reshape(-1).view(np.uint8)
@@ -145,8 +145,8 @@ class Group:
 
         Args:
             values: numbers, of the same shape and dtype on every rank.
-            what: see Group.
-            timeout_s: see Group.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
 
         Returns:
             A function that waits for the minimum and returns it.
@@ -165,7 +165,7 @@ class Group:
         return wait
 
     def free(self) -> None:
-        """Releases the communicator; the group is of no use after that."""
+        """Releases the communicator; the group cannot be used after that."""
         if self.comm:
             self.comm.Free()
 

@@ -19,7 +19,7 @@ EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
 """Open MPI's one-sided transport over libfabric: no use on one machine, and it sleeps for a second to find that out."""
 LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Variables by which a launcher tells a process its rank."""
+"""Variables by which a launcher gives a process its rank."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def alone() -> World:
 
 
 def connect(expected: int | None = None) -> World:
-    """Joins the other ranks of this job, or returns a world of one where there is no launcher.
+    """Joins the other ranks of this job, or returns a world of one if there is no launcher.
 
     Args:
         expected: how many ranks the launcher meant to start; by default what our supervisor put into the environment.
             A different number of ranks found by MPI is an error before anything is written.
 
     Raises:
-        UserError: the ranks do not see each other, or mpi4py or its MPI library is missing where several are expected.
+        UserError: the ranks do not see each other, or mpi4py or its MPI library is missing if several are expected.
     """
     if expected is None and os.environ.get(EXPECTED_RANKS):
         expected = int(os.environ[EXPECTED_RANKS])

@@ -87,7 +87,7 @@ def row_text(row: dict[str, Any]) -> str:
 
 
 def local_time(seconds: Any) -> str:
-    """A moment for people; nothing where it is none."""
+    """A moment for people; nothing if it is not one."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
     except (TypeError, ValueError, OverflowError, OSError):

@@ -13,7 +13,6 @@ from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See ``cli``."""
     parser.add_argument("shell", choices=sorted(SCRIPTS), help='use as: eval "$(hpctrain completion bash)"')
 
 
@@ -24,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def words_of(command: str) -> Iterator[str]:
-    """Subcommands, options, and keys of the run file where a command takes them."""
+    """Subcommands, options, and keys of the run file if a command takes them."""
     parser = parser_of(command)
     yield from within(parser)
     if parser.get_default("overrides") is not None:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "their name; or a folder of images, or of one folder of images for each class",
     )
     pack.add_argument("-o", "--output", required=True, type=Path, metavar="OUT.h5", help="the file to make")
-    pack.add_argument("--kind", choices=NAMES, help="by default told by the suffix")
+    pack.add_argument("--kind", choices=NAMES, help="by default taken from the suffix")
     pack.add_argument(
         "--field",
         action="append",
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack.add_argument(
         "--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read"
     )
-    pack.add_argument("--force", action="store_true", help="replace OUT.h5 where it exists")
+    pack.add_argument("--force", action="store_true", help="replace OUT.h5 if it exists")
     add_outside(pack)
     pack.add_argument("--json", action="store_true", help="print what was made as JSON")
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
@@ -163,7 +163,7 @@ def parse_dtypes(texts: Sequence[str], source: Source) -> dict[str, np.dtype[Any
             dtype = np.dtype(dtype_name)
         except TypeError as error:
             raise UserError(
-                f"--dtype {text}: {dtype_name!r} is no dtype", "write one such as float32 or uint8"
+                f"--dtype {text}: {dtype_name!r} is not a dtype", "write one such as float32 or uint8"
             ) from error
         if dtype.kind not in "biufc":
             raise UserError(f"--dtype {text}: {dtype} is not a number", "write one such as float32 or uint8")

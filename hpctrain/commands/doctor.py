@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See ``cli``."""
     parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are looked at, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -50,7 +49,7 @@ def trial(config: Config) -> Finding:
     from hpctrain.rank.trial import try_task
 
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the task prints is no part of the report
+        with contextlib.redirect_stdout(sys.stderr):  # what the task prints is not part of the report
             try_task(config)
     except HpctrainError as error:
         return problem("trial", error.what, error.fix)

@@ -32,7 +32,6 @@ checkpoint:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See ``cli``."""
     parser.add_argument("name", help="of the run: NAME.py and NAME.yaml are written")
     parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="torch", help="by default torch")
     parser.add_argument("--kind", choices=KINDS, default="table", help="what a sample is; by default a row of a table")

@@ -1,7 +1,7 @@
 """`hpctrain install-horovod`: Horovod built from its sdist, with our edits, for what is installed here.
 
 The wheel is cached under a key of everything it was built against, so a second environment like this one gets it in
-seconds. An interrupted build continues where it was. Builds lie in a folder that only this user can write to; a folder
+seconds. An interrupted build resumes where it was. Builds lie in a folder that only this user can write to; a folder
 that others write to, too, holds finished wheels only, and they are looked at before they are taken.
 """
 

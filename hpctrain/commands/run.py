@@ -8,7 +8,7 @@ from hpctrain.errors import ExitCode, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See api of commands in ``cli``; ``args.command`` tells which of the two is meant."""
+    """See api of commands in ``cli``; ``args.command`` says which of the two is meant."""
     from hpctrain.config.loading import add_run_file
 
     if parser.get_default("command") == "run":

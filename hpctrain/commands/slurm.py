@@ -23,7 +23,6 @@ FUNCTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli.py."""
     name = parser.get_default("command")
     parser.add_argument("target", metavar="run", help="run file or run folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -49,12 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if name == "logs":
         parser.add_argument("--rank", help="a rank's number, or 'job' for the job's own log")
         parser.add_argument("--attempt", type=int, help="an earlier attempt's number")
-        parser.add_argument("--follow", action="store_true", help="go on printing until the job ends")
+        parser.add_argument("--follow", action="store_true", help="keep printing until the job ends")
         parser.add_argument("--first-error", action="store_true", help="only the log that shows the first error")
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli.py."""
     module, function = FUNCTIONS[args.command].split(":")
     return int(getattr(importlib.import_module(f"hpctrain.commands.{module}"), function)(args))
 

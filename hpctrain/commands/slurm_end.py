@@ -34,7 +34,7 @@ def stop(args: argparse.Namespace) -> int:
         if waiting:
             client.cancel(waiting)
             text.append(f"{run.path}: cancelled job {', '.join(waiting)}, which has nothing to save")
-        if holder is not None:  # perhaps in an allocation that is none of the run's own jobs
+        if holder is not None:  # perhaps in an allocation that is not one of the run's own jobs
             request_stop(run)
             who = f"job {', '.join(running)}" if running else "the run"
             text.append(f"{run.path}: asked {who} to save a checkpoint and stop")

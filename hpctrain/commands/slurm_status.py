@@ -34,7 +34,7 @@ def logs(args: argparse.Namespace) -> int:
         show(args, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
         return ExitCode.DONE
     if not found:
-        raise UserError(f"{run.logs} holds no such log", "hpctrain status tells whether the job has started")
+        raise UserError(f"{run.logs} holds no such log", "hpctrain status shows whether the job has started")
     if args.follow:
         # Rank 0 prints into the job's log.
         wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])

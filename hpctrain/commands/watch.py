@@ -11,14 +11,12 @@ from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli.py."""
     parser.add_argument("run", help="run file or run folder")
     parser.add_argument("--once", action="store_true", help="print one snapshot and end; so it is without a terminal")
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli.py."""
     from rich.console import Console
 
     from hpctrain.run import RunView, which

@@ -104,7 +104,7 @@ def _nodes(
     for key_node, node in section.value:
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
         if key in lines:
-            raise UserError(f"{path}:{line}: {key!r} stands in line {lines[key]} already", "keep one of the two lines")
+            raise UserError(f"{path}:{line}: {key!r} is in line {lines[key]} already", "keep one of the two lines")
         lines[key] = line
         if key in keys():
             yield key, node

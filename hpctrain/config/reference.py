@@ -1,4 +1,4 @@
-"""The keys of a run file as the dataclasses tell them: for error messages, ``--help`` and the reference page."""
+"""The keys of a run file, taken from the dataclasses: for error messages, ``--help`` and the reference page."""
 
 from __future__ import annotations
 

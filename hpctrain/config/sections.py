@@ -1,7 +1,7 @@
 """The run file: one frozen dataclass a section, and the only place where defaults live.
 
 Units are part of the names (``_steps``, ``_s``, ``_bytes``). Every field has a docstring: they make ``--help`` and the
-reference page. Checks that need one section only stand in its ``__post_init__``; what needs two stands in ``Config``.
+reference page. Checks that need one section only are in its ``__post_init__``; those that need two are in ``Config``.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class TrainConfig:
     ema_decay: float | None = None
     """Decay of the exponential moving average of the weights; none if not given. Evaluation then uses the average."""
     eval_every_epochs: int | None = 1
-    """Evaluate after every so many epochs."""
+    """Evaluate every N epochs."""
     eval_every_steps: int | None = None
-    """Evaluate after every so many steps, too."""
+    """Evaluate every N steps, too."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
@@ -141,7 +141,7 @@ class ScheduleConfig:
     base_batch: int | None = None
     """Global batch for which the optimizer's learning rate is meant; by default one rank's batch."""
     warmup_steps: int | None = None
-    """Steps over which the rate climbs to the full one, from the unscaled one or, where none is scaled, from 0. At most
+    """Steps over which the rate climbs to the full one, from the unscaled one or, if none is scaled, from 0. At most
     one of the two warm-ups."""
     warmup_epochs: float | None = None
     """The same, in epochs."""
@@ -152,9 +152,9 @@ class ScheduleConfig:
     step_epochs: tuple[int, ...] = ()
     """Epochs after which a step schedule multiplies the rate by step_factor."""
     step_factor: float = 0.1
-    """See step_epochs."""
+    """What step multiplies the rate by at each of step_epochs."""
     decay_factor: float = 0.95
-    """What exponential multiplies the rate by in each epoch, by equal parts each step."""
+    """What exponential multiplies the rate by in each epoch, in equal parts each step."""
     cycle_epochs: float | None = None
     """Length of the first cycle of restarts, each of which falls as a cosine (Loshchilov and Hutter 2017)."""
     cycle_growth: float = 1.0
@@ -209,11 +209,11 @@ class ReduceConfig:
     overlap: Literal["auto", "on", "off"] = "auto"
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
     bucket_bytes: int = 8 * 2**20
-    """Size of a bucket where buckets are sent during backward."""
+    """Size of a bucket if buckets are sent during backward."""
     sparse: Literal["densify", "refuse"] = "densify"
     """What to do with sparse gradients (embeddings)."""
     verify_every_steps: int | None = None
-    """Compare a hash of the weights over all ranks every so many steps, and fail on a difference."""
+    """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
 
     def __post_init__(self) -> None:
         at_least("reduce.bucket_bytes", self.bucket_bytes, 1024)
@@ -228,15 +228,15 @@ class DataConfig:
     """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does
     not fit into memory."""
     block_samples: int = 1024
-    """Samples of a block, for shuffle: block."""
+    """Samples in a block, for shuffle: block."""
     drop_last: bool = False
     """Leave out the last, smaller global batch of an epoch."""
     prefetch_batches: int = 2
-    """Batches each rank holds ready; 0 reads in the step."""
+    """Batches that each rank keeps ready; 0 reads within the step."""
     workers: int = 0
     """Worker processes for heavy transforms; 0 uses one thread."""
     allow_outside: tuple[str, ...] = ()
-    """Folders that links, virtual sources and external storage of HDF5 files may lead to, beside the data set's own."""
+    """Folders that links, virtual sources and external storage of HDF5 files may lead to, besides the data's own."""
 
     def __post_init__(self) -> None:
         at_least("data.block_samples", self.block_samples, 1)
@@ -251,13 +251,13 @@ class CheckpointConfig:
     enabled: bool = True
     """Write checkpoints at all."""
     every_steps: int | None = None
-    """Save after every so many steps."""
+    """Save every N steps."""
     every_minutes: float | None = None
-    """Save after every so many minutes."""
+    """Save every N minutes."""
     every_epochs: int | None = None
-    """Save after every so many epochs."""
+    """Save every N epochs."""
     interval: Literal["auto", "none"] = "auto"
-    """auto: where nothing above is given, Young/Daly's interval from the measured cost and mtbf_hours."""
+    """auto: if nothing above is given, Young/Daly's interval from the measured cost and mtbf_hours."""
     mtbf_hours: float = 24.0
     """Mean time between failures of the whole job, for interval: auto."""
     overhead_budget: float = 0.035
@@ -271,7 +271,7 @@ class CheckpointConfig:
     keep_every_steps: int | None = None
     """Keep for ever the first checkpoint at or after each multiple of this many steps."""
     mode: Literal["async", "sync"] = "async"
-    """async: write in the background while training goes on."""
+    """async: write in the background while training continues."""
     writers: Literal["all", "node", "one"] = "all"
     """Which ranks write replicated state: all in parts, one a node in parts, or rank 0 alone."""
     verify_replicated: bool = False
@@ -292,7 +292,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What is watched while the run goes on."""
+    """What is watched during the run."""
 
     enabled: bool = True
     """Watch for stragglers and hangs."""
@@ -323,7 +323,7 @@ class ProfileConfig:
     first_step: int | None = None
     """First step that is profiled; none: no profile. Traces go to <run folder>/profile."""
     last_step: int | None = None
-    """Last step that is profiled; by default the fifth one."""
+    """Last step that is profiled; by default four after the first."""
     ranks: tuple[int, ...] = (0,)
     """Ranks that are profiled."""
 
@@ -386,7 +386,7 @@ class SlurmConfig:
     time: str | None = None
     """Time limit of one attempt, as Slurm writes it: 30 (minutes), 01:30:00, 2-12:00:00."""
     time_min: str | None = None
-    """Shortest limit that is acceptable, where that starts the job earlier."""
+    """Shortest limit that is acceptable, if that starts the job earlier."""
     memory: str | None = None
     """Memory: '4G' for each node, '2G/cpu' for each core, '16G/gpu' for each GPU, '0' for all of the node."""
     exclusive: bool | None = None
@@ -394,7 +394,7 @@ class SlurmConfig:
     gpus_per_node: int | None = None
     """GPUs of each node; one rank each unless launch.ranks_per_node says otherwise."""
     gpu_type: str | None = None
-    """GPU model where the site wants it named."""
+    """GPU model if the site wants it named."""
     gpu_request: Literal["gres", "gpus-per-node", "gpus-per-task"] | None = None
     """How the site wants GPUs asked for."""
     cpus_per_rank: int | None = None
@@ -414,17 +414,17 @@ class SlurmConfig:
     exclude: tuple[str, ...] = ()
     """Hosts that are not to be used."""
     requeue: bool | None = None
-    """Requeue the job when it was stopped before its end; false where the site forbids it (see submit --chain)."""
+    """Requeue the job when it was stopped before its end; false if the site forbids it (see submit --chain)."""
     max_requeues: int = 20
-    """Starts of the job beyond the first, whoever requeued it, after which the run ends; resume counts anew."""
+    """Starts of the job beyond the first, whoever requeued it, after which the run ends; resume resets the count."""
     signal_s: int | None = None
-    """Seconds before the time limit at which the job is told to stop; by default from measured steps and saves."""
+    """Seconds before the time limit at which the job is asked to stop; by default from measured steps and saves."""
     extra: tuple[str, ...] = ()
-    """More directives, as they stand in a script: --nice=100."""
+    """More directives, as written in a script: --nice=100."""
     skip: tuple[str, ...] = ()
     """Directives that are left out, by name: --mem."""
     replace: dict[str, str] = field(default_factory=dict)
-    """Directives that replace ours, by name: {--gres: --gres=gpu:v100:4}."""
+    """Lines that replace directives, by name: {--gres: --gres=gpu:v100:4}."""
 
     def __post_init__(self) -> None:
         at_least("launch.slurm.gpus_per_node", self.gpus_per_node, 1)
@@ -452,7 +452,7 @@ class LaunchConfig:
     modules: tuple[str, ...] = ()
     """Environment modules that the job loads."""
     setup: tuple[str, ...] = ()
-    """Shell lines run in the job before the launch, as they stand."""
+    """Shell lines run in the job before the launch, unchanged."""
     stage_in: tuple[str, ...] = ()
     """Files and folders copied to node-local scratch, once a node; task_args that name one get the copy's path."""
     stage_environment: bool = False
@@ -484,7 +484,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, how large, and in which precision."""
     run_dir: str | None = None
-    """Run folder, where runs/<name> is not wanted."""
+    """Run folder; by default runs/<name>."""
     seed: int = 0
     """Seed of everything random in the run."""
     task_args: dict[str, Any] = field(default_factory=dict)
@@ -533,18 +533,18 @@ def exactly_one(first: str, first_value: object, second: str, second_value: obje
 
 
 def at_least(key: str, value: float | None, least: float) -> None:
-    """Raises WrongValue where a given value is below the least one, or no number (NaN)."""
+    """Raises WrongValue if a given value is below the least one, or not a number (NaN)."""
     if value is not None and not value >= least:
         raise WrongValue(key, f"{key} is {value}", f"give {least} or more")
 
 
 def above(key: str, value: float | None, bound: float) -> None:
-    """Raises WrongValue where a given value is not above the bound, or no number (NaN)."""
+    """Raises WrongValue if a given value is not above the bound, or not a number (NaN)."""
     if value is not None and not value > bound:
         raise WrongValue(key, f"{key} is {value}", f"give a number above {bound}")
 
 
 def at_most(key: str, value: float | None, most: float) -> None:
-    """Raises WrongValue where a given value is above the largest one."""
+    """Raises WrongValue if a given value is above the largest one."""
     if value is not None and value > most:
         raise WrongValue(key, f"{key} is {value}", f"give {most} or less")

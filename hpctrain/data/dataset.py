@@ -48,7 +48,7 @@ class Field:
         return all(expected in (-1, found) for expected, found in zip(self.shape, array.shape, strict=True))
 
     def make_rows(self, number: int) -> NDArray[Any]:
-        """Room for so many samples; a row of a ragged field takes an array."""
+        """Room for this number of samples; a row of a ragged field takes an array."""
         if self.is_ragged:
             return np.empty(number, object)
         return np.empty((number, *self.shape), self.dtype)
@@ -115,7 +115,6 @@ class ArrayDataset:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         rows = {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
         return {
             name: ragged_rows([np.array(item) for item in row]) if row.dtype == object else row
@@ -123,7 +122,6 @@ class ArrayDataset:
         }
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
 
@@ -142,7 +140,7 @@ def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") ->
 
 
 def as_rows(values: Any) -> NDArray[Any]:
-    """An array; of dtype object, holding arrays, where the values differ in shape."""
+    """An array; of dtype object, holding arrays, if the values differ in shape."""
     try:
         array = np.asarray(values)
     except ValueError:  # NumPy's word for it
@@ -161,7 +159,7 @@ def ragged_rows(items: Sequence[Any]) -> NDArray[Any]:
 
 
 def field_of(name: str, array: NDArray[Any], where: str) -> Field:
-    """The field of an array with a sample axis; raises UserError where it cannot be trained on."""
+    """The field of an array with a sample axis; raises UserError if it cannot be trained on."""
     if array.dtype != object or array.ndim != 1 or not all(isinstance(item, np.ndarray) for item in array):
         return check_field(name, array.shape, array.dtype, where)
     full = [item for item in array if item.size] or list(array)
@@ -186,7 +184,7 @@ def in_dtype(array: NDArray[Any], field: Field) -> NDArray[Any]:
 
 
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:
-    """The field of an array of this whole shape; raises UserError where it cannot be trained on."""
+    """The field of an array of this whole shape; raises UserError if it cannot be trained on."""
     if not shape:
         raise UserError(
             f"{where}: {name!r} is a single value, without a sample axis",
@@ -201,7 +199,7 @@ def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: 
 
 
 def check_lengths(lengths: Mapping[str, int], where: str) -> int:
-    """The common length of all arrays; raises UserError where there is none, or no sample at all."""
+    """The common length of all arrays; raises UserError if there is none, or no sample at all."""
     if not lengths:
         raise UserError(f"{where} holds no arrays", "give arrays whose first axis runs over the samples")
     if len(set(lengths.values())) > 1:
@@ -217,7 +215,7 @@ def check_lengths(lengths: Mapping[str, int], where: str) -> int:
 
 
 def choose(present: Mapping[str, Any] | list[str], wanted: tuple[str, ...] | None, where: str) -> tuple[str, ...]:
-    """The wanted names, by default all; raises UserError naming what is there where one is missing."""
+    """The wanted names, by default all; raises UserError naming what is there if one is missing."""
     names = tuple(present)
     if wanted is None:
         return names

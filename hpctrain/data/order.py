@@ -20,7 +20,7 @@ from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
 GROUP_BLOCKS = 16
-"""Blocks whose samples are shuffled together where shuffle is ``block``."""
+"""Blocks whose samples are shuffled together if shuffle is ``block``."""
 
 Shuffle = Literal["full", "block", "none"]
 
@@ -35,7 +35,7 @@ class Stream(enum.IntEnum):
     TRANSFORM = 2
     """The random transform of one sample."""
     SAMPLER = 3
-    """The samples of an epoch, where the task brings a sampler."""
+    """The samples of an epoch, if the task brings a sampler."""
     DATASET = 4
     """What a dataset draws itself while one sample is read."""
 
@@ -53,7 +53,7 @@ def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repea
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a sampler is told of the epoch whose samples it names."""
+    """What a sampler gets to know about the epoch whose samples it names."""
 
     index: int
     """From 0."""
@@ -104,7 +104,7 @@ class Order:
     length: int
     """Samples in the dataset."""
     global_batch: int
-    """Samples of one global batch; the last of an epoch is smaller where it does not divide ``length``."""
+    """Samples of one global batch; the last of an epoch is smaller if it does not divide ``length``."""
     seed: int = 0
     """0 to 2**64 - 1."""
     shuffle: Shuffle = "full"
@@ -113,7 +113,7 @@ class Order:
     block_samples: int = 1024
     """Samples of a block."""
     drop_last: bool = False
-    """Leave out the last global batch where it is smaller."""
+    """Leave out the last global batch if it is smaller."""
     sampler: Sampler | None = None
     """Names the samples of each epoch in place of ``shuffle``."""
     _epochs: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -143,7 +143,7 @@ class Order:
         return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
 
     def fingerprint(self) -> str:
-        """Of the sampler, by what it names in the first epoch; empty where there is none."""
+        """Of the sampler, by what it names in the first epoch; empty if there is none."""
         if self.sampler is None:
             return ""
         return hashlib.sha256(draw(self.sampler, self, 0).tobytes()).hexdigest()
@@ -207,11 +207,9 @@ class Sampled(EpochOrder):
         self.before[by_id] = np.arange(len(ids)) - begins
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         return self.ids[begin:end]
 
     def repeats(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         return self.before[begin:end]
 
 
@@ -222,7 +220,6 @@ class FullShuffle(EpochOrder):
         self.permutation = permutation
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         return self.permutation[begin:end].astype(np.int64)
 
 
@@ -240,7 +237,6 @@ class BlockShuffle(EpochOrder):
         self.cached: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
     def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See EpochOrder."""
         first, last = np.searchsorted(self.begins, [begin, end - 1], side="right") - 1
         parts = [
             self._group(group)[max(0, begin - self.begins[group]) : end - self.begins[group]]
@@ -283,7 +279,7 @@ def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
 
 
 def draw(sampler: Sampler, order: Order, epoch: int) -> NDArray[np.int64]:
-    """What the sampler names for an epoch; raises UserError where these are no samples of the dataset."""
+    """What the sampler names for an epoch; raises UserError if these are not samples of the dataset."""
     rng = keyed_generator(order.seed, epoch, Stream.SAMPLER)
     try:
         ids = np.asarray(sampler(Epoch(epoch, rng, order.length, order.global_batch)))

@@ -27,9 +27,9 @@ def pad(
     Give arguments with ``functools.partial(hpctrain.pad, fields=["tokens"], multiple_of=8, mask="mask")``.
 
     Args:
-        samples: dicts of arrays, which may differ in shape only where they are padded.
+        samples: dicts of arrays, which may differ in shape only in fields that are padded.
         fields: names of the arrays to pad, along each axis in which they differ.
-        value: what to pad with; by name where it is not the same for all, and 0 for those that it leaves out.
+        value: what to pad with; by name if it is not the same for all, and 0 for those that it leaves out.
         multiple_of: the first axis is padded to the next multiple of this. Frameworks compile once for each length:
             multiples keep the number of lengths small.
         length: pad the first axis to this length in every batch.
@@ -39,7 +39,7 @@ def pad(
         Arrays by name, in the samples' order, with the samples along the first axis.
 
     Raises:
-        UserError: a sample lacks one of the fields, is longer than ``length``, or differs where it is not padded.
+        UserError: a sample lacks one of the fields, is longer than ``length``, or differs in one that is not padded.
     """
     first = samples[0]
     missing = [name for name in fields if name not in first or np.ndim(first[name]) == 0]

@@ -29,7 +29,7 @@ class Batch:
     index: int
     """Of the global batch within its epoch."""
     micro_batches: tuple[Samples, ...]
-    """The part, cut into at most ``accumulate`` pieces, none of them empty; no pieces where the part is empty."""
+    """The part, cut into at most ``accumulate`` pieces, none of them empty; no pieces if the part is empty."""
     local_samples: int
     """Samples in this rank's part."""
     global_samples: int
@@ -204,7 +204,7 @@ class ValidationData:
 
 
 def thread_depth(dataset: Dataset, prefetch: int) -> int:
-    """How many batches a thread may read ahead: none where it would draw from generators that the model draws from."""
+    """How many batches a thread may read ahead: none if it would draw from generators that the model draws from."""
     return 0 if isinstance(dataset, SeededDataset) else prefetch
 
 

@@ -30,7 +30,7 @@ class WeightedSampler:
         """int64[num_samples]: the samples of an epoch.
 
         Raises:
-            UserError: there is not one finite weight of at least 0 for each sample, or too few for so many draws.
+            UserError: there is not one finite weight of at least 0 for each sample, or too few to draw from.
         """
         weights = one_each("weights", self.weights, epoch).astype(np.float64)
         number = epoch.num_samples if self.num_samples is None else self.num_samples
@@ -76,7 +76,7 @@ class CurriculumSampler:
     """Easy samples first: each epoch draws from the easiest share of the dataset, which grows to the whole.
 
     An epoch has as many samples as the dataset: while the share is smaller, its samples come several times, equally
-    often but for one. The share grows linearly (Platanios et al. 2019, section 2.2).
+    often except one. The share grows linearly (Platanios et al. 2019, section 2.2).
     """
 
     difficulty: Numbers
@@ -101,7 +101,7 @@ class CurriculumSampler:
 
 
 def one_each(name: str, values: Numbers, epoch: Epoch) -> NDArray[Any]:
-    """The numbers as an array; raises UserError where there is not one for each sample."""
+    """The numbers as an array; raises UserError if there is not one for each sample."""
     array = np.asarray(values)
     if array.shape != (epoch.num_samples,):
         raise UserError(

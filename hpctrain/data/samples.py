@@ -71,7 +71,7 @@ def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples
 
 
 def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Samples:
-    """What the user's function makes of the samples; raises UserError where that is no batch of them."""
+    """What the user's function makes of the samples; raises UserError if that is not a batch of them."""
     shown = f"{', '.join(map(str, ids[:4]))}{' and others' if len(ids) > 4 else ''}"
     try:
         batch = {name: np.asarray(array) for name, array in collate(samples).items()}

@@ -76,7 +76,7 @@ class Stream:
         }
 
     def samples(self, skip: int = 0) -> Iterator[Sample]:
-        """From the present position on, without so many first ones."""
+        """From the present position on, without the first ``skip`` ones."""
         number = skip
         try:
             for sample in self.without(skip):
@@ -90,7 +90,7 @@ class Stream:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """The source's position; empty where it has none."""
+        """The source's position; empty if it has none."""
         return copy.deepcopy(dict(self.source.state_dict())) if isinstance(self.source, Resumable) else {}
 
     def example(self) -> ArrayDataset:
@@ -150,7 +150,7 @@ def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) 
 
         return Stream(pipeline, names, first_of(without(0), kind, names), without)
     if not isinstance(source, Iterable):
-        raise UserError(f"{kind} is no stream: it cannot be iterated", "give an object with __iter__")
+        raise UserError(f"{kind} is not a stream: it cannot be iterated", "give an object with __iter__")
     if isinstance(source, Resumable):
         begin = copy.deepcopy(dict(source.state_dict()))
         first = first_of(source, kind, names)
@@ -166,7 +166,7 @@ def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) 
 
 
 def first_of(source: Iterable[Any], kind: str, names: tuple[str, ...] | None) -> Sample:
-    """The first sample; raises UserError where there is none."""
+    """The first sample; raises UserError if there is none."""
     for sample in source:
         return named(host(sample), names)
     raise UserError(f"the stream {kind} gives no samples", "give data with at least one sample")
@@ -188,7 +188,7 @@ class StreamOrder:
     global_batch: int
     """Samples of one global batch; the last one of an epoch may be smaller."""
     drop_last: bool = False
-    """Leave out the last global batch of an epoch where it is smaller."""
+    """Leave out the last global batch of an epoch if it is smaller."""
     batches_per_epoch: int = UNKNOWN_LENGTH
     """Nobody knows."""
 
@@ -245,7 +245,7 @@ class StreamingData:
         return self._handed_out(self.batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's position behind the batch that was taken last; empty where the source has none."""
+        """The stream's position behind the batch that was taken last; empty if the source has none."""
         if not self.position:
             return {}
         return {"at": list(self.at), **{f"stream.{key}": value for key, value in self.position.items()}}

@@ -1,6 +1,6 @@
 """Worker processes that read and transform samples: for transforms too heavy for one thread.
 
-They are started afresh, never forked, because a fork of a process that uses MPI or a GPU is broken. Each opens the
+They are spawned, never forked, because a fork of a process that uses MPI or a GPU is broken. Each opens the
 dataset and imports the transform for itself; arrays in memory are shared, and results come back through shared memory.
 """
 

@@ -122,7 +122,7 @@ def unflattened(flat: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def refer_to_recipe(recipe: Recipe) -> Reference:
-    """What ``recipe_of`` needs; raises UserError where a function cannot be imported."""
+    """What ``recipe_of`` needs; raises UserError if a function cannot be imported."""
     return {
         "transform": recipe.transform and refer_to_function(recipe.transform, "the transform"),
         "collate": recipe.collate and refer_to_function(recipe.collate, "collate"),

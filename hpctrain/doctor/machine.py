@@ -119,7 +119,7 @@ def locking(folder: Path) -> Iterator[Finding]:
 
 
 def works_with_flock(path: Path) -> bool:
-    """Whether an exclusive flock on a file can be had."""
+    """Whether an exclusive flock on a file can be taken."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ SAY_TRANSPORT = {
 
 
 def findings(ranks: int) -> list[Finding]:
-    """Starts so many ranks on this machine and measures.
+    """Starts this number of ranks on this machine and measures.
 
     Raises:
         UserError: no MPI, or no mpirun for it.
@@ -64,7 +64,7 @@ def transport(text: str, version: str) -> str:
     off_host = re.search(r"off-host:\s+all connections are (\S+)", text)
     places = ((on_host, "within a node"), (off_host, "between nodes"))
     parts = [f"{told[1]} {where}" for told, where in places if told and told[1] != "n/a"]
-    return ", ".join(parts) or f"not told by {version}"
+    return ", ".join(parts) or f"not known from {version}"
 
 
 def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from hpctrain.run import which
 def findings(run_file: str | None) -> list[Finding]:
     """Of the Slurm on PATH, and of what it would say to this run's script."""
     if shutil.which("sbatch") is None:
-        return [note("Slurm", "not installed here", "nothing to do where you do not submit jobs")]
+        return [note("Slurm", "not installed here", "nothing to do if you do not submit jobs")]
     try:
         config = settings(client.run(["scontrol", "show", "config"]))
     except HpctrainError as error:
@@ -37,7 +37,7 @@ def site(config: dict[str, str]) -> Iterator[Finding]:
     version, cluster = config.get("SLURM_VERSION", "unknown version"), config.get("ClusterName", "?")
     yield Finding("Slurm", f"{version}, cluster {cluster}")
     if config.get("JobRequeue") == "0":
-        fix = "jobs ask for it with --requeue; where that is refused use submit --chain N"
+        fix = "jobs ask for it with --requeue; if that is refused use submit --chain N"
         yield note("requeue", "off by default here", fix)
     else:
         yield Finding("requeue", "allowed")

@@ -1,6 +1,6 @@
 """One update, evaluation and state of a model, in PyTorch and in TensorFlow.
 
-``torch`` and ``tensorflow`` each implement train.framework.Framework; what they have in common stands beside them:
+``torch`` and ``tensorflow`` each implement train.framework.Framework; what they have in common is beside them:
 ``update`` decides what happens to summed gradients, ``named_state`` loads and compares tensors by their names. Each
 name below is imported when it is first used, so that no framework is loaded before.
 """

@@ -37,7 +37,7 @@ class LossScale:
             self.state[:] = self.state[0] * 2, 0
 
     def overflowed(self) -> bool:
-        """An update is skipped; False where scaling cannot be the reason."""
+        """An update is skipped; False if scaling cannot be the reason."""
         self.state[:] = self.state[0] / 2, 0
         return bool(self.state[0] >= SMALLEST)
 

@@ -13,7 +13,7 @@ from hpctrain.errors import UserError
 from hpctrain.train.state import Placement
 
 HELD = ("held/", "rng/held/")
-"""Begin the names of what a task keeps outside of its model and of its optimizer's slots."""
+"""Begin the names of what a task keeps outside its model and its optimizer's slots."""
 
 
 class Assignable(Protocol):
@@ -36,7 +36,7 @@ class Assignable(Protocol):
 
 
 def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none where a replicated one is missing or one has another shape."""
+    """Assigns all values by name, or none if a replicated one is missing or one has another shape."""
     wanted = list(tensors)
     for tensor in wanted:
         if tensor.name not in arrays:
@@ -58,7 +58,7 @@ def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any
 
 
 def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:
-    """Raises UserError where something of a task's own was saved for which there is no place."""
+    """Raises UserError if something of a task's own was saved for which there is no place."""
     left = {name for name in arrays if name.startswith(HELD)} - taken
     if left:
         raise UserError(
@@ -67,7 +67,7 @@ def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:
 
 
 def require_same_model(group: Group, described: Sequence[tuple[str, tuple[int, ...], str]], kind: str) -> None:
-    """Raises UserError, on every rank, where ranks built models of different names, shapes or types. Collective.
+    """Raises UserError, on every rank, if ranks built models of different names, shapes or types. Collective.
 
     Args:
         group: the ranks.

@@ -8,7 +8,7 @@ from hpctrain.train.seeds import seed_python
 
 
 def seed_task(seed: int, precision: str, local_rank: int) -> None:
-    """Seeds Python, NumPy and each framework that is imported, alike on all ranks, and has it use this rank's GPU.
+    """Seeds Python, NumPy and each framework that is imported, the same on all ranks, and has it use this rank's GPU.
 
     Initial weights then do not depend on how many ranks there are. Keras layers are made for the precision (fp32, bf16,
     fp16) that they compute in.

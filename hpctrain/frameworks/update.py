@@ -17,17 +17,17 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True)
 class Decision:
-    """How an update goes on."""
+    """What comes next in an update."""
 
     factor: float | None
     """What the summed gradients are to be multiplied by; None: the update is left out."""
     norm: float | None
-    """L2 norm of the averaged gradient before clipping, where it is known."""
+    """L2 norm of the averaged gradient before clipping, if it is known."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Decides by what all ranks know alike, so that all decide alike."""
+    """Decides by what is equal on all ranks, so that all decide the same."""
 
     clip_norm: float | None
     loss_scale: LossScale | None
@@ -47,10 +47,10 @@ class UpdateRule:
 
         Args:
             result: of the exchange.
-            norm_of_sums: L2 norm of the summed gradients; may be left out where ``needs_norm`` is False.
+            norm_of_sums: L2 norm of the summed gradients; may be left out if ``needs_norm`` is False.
 
         Raises:
-            NotFinite: on all ranks alike.
+            NotFinite: on all ranks.
         """
         divisor = result.divisor * self.scale
         norm = None if norm_of_sums is None else norm_of_sums / divisor
@@ -81,9 +81,8 @@ class UpdateResult:
     loss: tuple[float, float]
     """This rank's (sum, weight)."""
     grad_norm: float | None
-    """Global L2 norm of the averaged gradient before clipping, where it was computed."""
+    """Global L2 norm of the averaged gradient before clipping, if it was computed."""
 
     def sums(self) -> Sums:
-        """See StepResult."""
         known = {} if self.grad_norm is None else {"grad_norm": (self.grad_norm, 1.0)}
         return {"loss": self.loss, **known}

@@ -43,7 +43,7 @@ PIP = tuple(python.module("pip", "--disable-pip-version-check", "--no-input"))
 
 
 class Build:
-    """One build in a folder of its own, which survives an interruption and lets the next attempt go on."""
+    """One build in a folder of its own, which survives an interruption and lets the next attempt resume."""
 
     def __init__(self, cache: Path, recipe: Recipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
         self.cache = cache

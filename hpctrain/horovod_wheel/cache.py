@@ -38,7 +38,7 @@ def make_private(folder: Path) -> None:
     """Makes a folder that nobody else can write to.
 
     Raises:
-        UserError: it is somebody else's.
+        UserError: it belongs to another user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -84,7 +84,7 @@ def checked(wheel: Path) -> Iterator[Path]:
                 require_trusted(wheel, os.fstat(source.fileno()), os.geteuid())
                 shutil.copyfileobj(source, target, BLOCK_BYTES)
         except OSError as error:
-            raise UserError(f"{wheel} cannot be taken: {error.strerror}", BUILD_OWN) from error
+            raise UserError(f"{wheel} cannot be used: {error.strerror}", BUILD_OWN) from error
         built = built_sum(wheel.name)
         with open(copy, "rb") as file:
             if built is not None and hashlib.file_digest(file, "sha256").hexdigest() != built:
@@ -105,7 +105,7 @@ def require_trusted(wheel: Path, status: os.stat_result, user: int) -> None:
 
 
 def built_sum(name: str) -> str | None:
-    """The SHA-256 of the wheel of a name that this user has built; None where there was none."""
+    """The SHA-256 of the wheel of a name that this user has built; None if there was none."""
     try:
         return safe_read.read(_sum_file(name), 100).decode().strip() or None
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def built_sum(name: str) -> str | None:
 
 
 def record_problem(wheel: Path) -> str | None:
-    """Why the files in a wheel are not what its RECORD (PEP 427) says; None where they are."""
+    """Why the files in a wheel are not what its RECORD (PEP 427) says; None if they are."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if not name.endswith("/")]

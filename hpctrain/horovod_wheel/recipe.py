@@ -30,5 +30,5 @@ class Recipe:
 
     @property
     def version(self) -> str:
-        """The wheel's version, with the key as its local part, so that pip tells builds apart."""
+        """The wheel's version, with the key as its local part, so that pip distinguishes builds."""
         return f"{patch.VERSION}+{self.key}"

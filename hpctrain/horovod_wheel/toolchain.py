@@ -45,7 +45,7 @@ class Mpi:
 
     @property
     def rpath(self) -> str:
-        """The library's folder, empty where it lies in this Python environment and is found relative to the wheel."""
+        """The library's folder, empty if it lies in this Python environment and is found relative to the wheel."""
         return "" if self.library.is_relative_to(Path(sys.prefix).resolve()) else str(self.library.parent)
 
     @property
@@ -67,7 +67,7 @@ class Cuda:
 
     @property
     def identity(self) -> str:
-        """What tells builds apart, without the folders: "CUDA 13.0 for 80,90, NCCL 2.29.7"."""
+        """What distinguishes builds, without the folders: "CUDA 13.0 for 80,90, NCCL 2.29.7"."""
         header = (self.nccl_include / "nccl.h").read_text(encoding="utf-8", errors="replace")
         numbers = [re.search(rf"^#define NCCL_{part} +(\d+)", header, re.M) for part in ("MAJOR", "MINOR", "PATCH")]
         nccl = ".".join(number[1] if number else "?" for number in numbers)
@@ -210,7 +210,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _find_nccl() -> tuple[Path, Path]:
-    """Folder of nccl.h, and the library: of NCCL_HOME where that is set, else of torch's own NCCL wheel."""
+    """Folder of nccl.h, and the library: of NCCL_HOME if that is set, else of torch's own NCCL wheel."""
     for home in map(Path, filter(None, [os.environ.get("NCCL_HOME"), *_wheel_folders("nccl")])):
         libraries = sorted(home.glob("lib*/libnccl.so*"))
         if (home / "include" / "nccl.h").exists() and libraries:

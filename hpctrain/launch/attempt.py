@@ -112,7 +112,7 @@ class WatchedAttempt:
         with processes.own_session(environment) as session:
             self.watch(session)
         text = self.launcher_text()
-        banner = self.passing.text if self.passing is not None else ""  # MPICH tells of deaths on its standard output
+        banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         told = collect(self.run_dir, self.number)
         first = died_first(self.run_dir, self.number, told)
         deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []

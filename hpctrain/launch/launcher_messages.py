@@ -68,7 +68,7 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     """Processes that the launcher saw end badly by themselves, first ones first.
 
     Text of Open MPI 4 and 5, MPICH's hydra and srun is understood. Ranks that called MPI_Abort are not deaths: they
-    left a word. srun reports deaths in any order, and those of its victims too: where it is known from elsewhere which
+    left a word. srun reports deaths in any order, and those of its victims too: if it is known from elsewhere which
     ranks ``died_first``, all others are their victims.
     """
     found = [
@@ -91,18 +91,18 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
 
 
 def lost_node(text: str) -> str | None:
-    """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone."""
+    """The node that the launcher says is gone, or its daemon; empty if it names none, None if none is gone."""
     hosts = [found["host"] or "" for found in LOST_NODE.finditer(text)]
     return max(hosts, default=None)
 
 
 def waits_s(text: str) -> float:
-    """Seconds that srun gives a step to end before it says which ranks it has lost; 0 where it does not end one."""
+    """Seconds that srun gives a step to end before it says which ranks it has lost; 0 if it does not end one."""
     return max((float(seconds) for seconds in WAITS.findall(text)), default=0.0)
 
 
 def not_started(text: str) -> tuple[list[int], str]:
-    """Ranks that Slurm could not start, and its word for why, which is seldom the cause."""
+    """Ranks that Slurm could not start, and its reason, which is rarely the cause."""
     found = NOT_STARTED.findall(text)
     return sorted({int(rank) for rank, _ in found}), found[0][1].strip() if found else ""
 

@@ -66,7 +66,7 @@ def probe() -> MpiLibrary:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired as error:
         what = f"mpi4py and its MPI library were not loaded within {PROBE_S:.0f} s"
-        raise UserError(what, "see whether the file system that they lie on answers") from error
+        raise UserError(what, "check that the file system that holds them responds") from error
     if done.returncode:
         if "No module named 'mpi4py'" in done.stderr:
             raise MissingExtra("mpi4py", "mpi")
@@ -119,7 +119,7 @@ def find_mpirun(library: MpiLibrary) -> str:
     found = f"; found only {', '.join(seen)}" if seen else ""
     raise UserError(
         f"there is no mpirun for {library.version}, the MPI library that mpi4py links{found}",
-        "put the mpirun of that library on PATH, or rebuild mpi4py against the other one: hpctrain doctor tells more",
+        "put the mpirun of that library on PATH, or rebuild mpi4py against the other one: hpctrain doctor says more",
     )
 
 
@@ -131,7 +131,7 @@ class MpiRun:
     flavour: Flavour
 
     def argv(self, ranks: int, env: Mapping[str, str], cores: int, local: bool = True) -> list[str]:
-        """The words before the program: how many ranks, no binding, as root where we are root, environment passed on.
+        """The words before the program: how many ranks, no binding, as root if we are root, environment passed on.
 
         Args:
             ranks: how many to start.

@@ -1,4 +1,4 @@
-"""What can be told, after the end, of ranks that could not tell it themselves."""
+"""What can be found out, after the end, about ranks that could not say it themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 
 
 def complete(word: LastWord, seen: Sequence[launcher_messages.Death], words: Sequence[LastWord]) -> LastWord:
-    """Says for a rank that could not how it ended, as far as can be told."""
+    """Says for a rank that could not how it ended, as far as can be found out."""
     if word.ending is not Ending.RUNNING:
         return word
     death = next((d for d in seen if d.rank == word.rank or (d.rank is None and d.pid == word.pid)), None)
@@ -88,7 +88,7 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
 def missing_ranks(
     words: Sequence[LastWord], ranks: int, text: str, banner: str, log: Path, hosts: Mapping[int, str]
 ) -> Verdict | None:
-    """What befell ranks that could not tell: a node, or no start at all; from the launcher's text, kept in ``log``.
+    """What happened to ranks that could not say: a node, or no start; from the launcher's text, kept in ``log``.
 
     ``banner`` ends with what MPICH's launcher says of deaths, after what rank 0 printed. ``hosts`` are those of ranks,
     as far as they are known beforehand.
@@ -117,16 +117,16 @@ def missing_ranks(
 def _lost(ranks: Sequence[int], host: str) -> Verdict:
     """Slurm has lost these ranks, the first of them on this host."""
     several = f"ranks {', '.join(map(str, ranks[:8]))}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    what = f"{host} was lost, or Slurm's daemon on it: nothing was heard of {several} any more"
-    fix = f"if it comes again, leave the host out (--exclude {host})"
+    what = f"{host} was lost, or Slurm's daemon on it: nothing more was heard from {several}"
+    fix = f"if it happens again, leave the host out (--exclude {host})"
     return failed_with(Code.NODE, what, fix, ranks[0], host)
 
 
 def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> Verdict:
-    """Slurm did not start these ranks; that says nothing of the run."""
+    """Slurm did not start these ranks; that says nothing about the run."""
     host = hosts.get(ranks[0])
     where = f" on {host}" if host else ""
     what = f"rank {ranks[0]} could not be started{where}: Slurm says {why!r}"
-    log = f"slurmd's log{where} tells the cause"
-    fix = f"{log}; if it comes again, leave the host out (--exclude {host})" if host else log
+    log = f"slurmd's log{where} shows the cause"
+    fix = f"{log}; if it happens again, leave the host out (--exclude {host})" if host else log
     return failed_with(Code.NODE, what, fix, ranks[0], host)

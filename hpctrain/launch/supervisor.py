@@ -30,12 +30,12 @@ def supervise(
     Args:
         run_dir: its folder; made if need be.
         make_launch: what to start, given the attempt's number; called once the folder is ours, and may take long.
-            Where it raises one of our errors nothing is started, and the error is the verdict.
+            If it raises one of our errors nothing is started, and the error is the verdict.
         limits: times and counts.
         facts: what is known of the attempt beforehand, for its entry in run.json.
         run_yaml: the resolved run file, kept in the folder.
         verbose: show what the launcher says.
-        by_person: tells signals of people from those of the scheduler.
+        by_person: distinguishes signals of people from those of the scheduler.
 
     Returns:
         The verdict; the caller prints it with ``report`` and exits with its code, or requeues.
@@ -92,7 +92,7 @@ def lost(lock: LiveLock, number: int) -> Verdict | None:
 
 
 def record(run_dir: RunDir, number: int, verdict: Verdict, words: Sequence[LastWord]) -> None:
-    """Writes verdict and last words into the run folder; on a full disk the exit code still tells the verdict."""
+    """Writes verdict and last words into the run folder; on a full disk the exit code still gives the verdict."""
     try:
         Attempts(run_dir).end(number, verdict, words)
     except HpctrainError as error:

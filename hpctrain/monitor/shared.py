@@ -116,7 +116,7 @@ class Reader:
         return self.numbers[:, :HEADER].copy()
 
     def totals(self, first: int, count: int) -> NDArray[np.float64] | None:
-        """[ranks, count, COLUMNS] totals at the ends of steps first, first + 1, ...; None where they are overwritten.
+        """[ranks, count, COLUMNS] totals at the ends of steps first, first + 1, ...; None if they are overwritten.
 
         Before the first step they are 0. The caller has seen that all ranks have published these steps.
         """

@@ -10,7 +10,7 @@ from hpctrain.train.hooks import BaseHook
 
 
 class DataPosition(BaseHook):
-    """Saves and restores where the data stands; no state where (epoch, batch) is enough."""
+    """Saves and restores where the data stands; no state if (epoch, batch) is enough."""
 
     name = "data"
 
@@ -18,9 +18,7 @@ class DataPosition(BaseHook):
         self.data = data
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See Hook."""
         return self.data.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See Hook."""
         self.data.load_state_dict(saved)

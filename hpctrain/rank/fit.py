@@ -33,7 +33,7 @@ def fit(
 
     This process is one rank: run the program by itself, or under mpirun or srun, where every rank makes this call. Call
     it from the main thread. While it trains, Ctrl-C, SIGTERM and the like save a checkpoint and end the run. On several
-    ranks standard error, and but for rank 0 standard output, go to the ranks' logs; where they went before is restored
+    ranks standard error, and standard output but rank 0's, go to the ranks' logs; where they went before is restored
     when training has ended well.
 
     Args:
@@ -49,7 +49,7 @@ def fit(
 
     Raises:
         HpctrainError: what ended the run, the same on all ranks: ``UserError`` for something to correct first,
-            ``NoRequeue`` where another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
+            ``NoRequeue`` if another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
             pass through on the rank where they arise.
     """
     summaries: list[RunSummary] = []

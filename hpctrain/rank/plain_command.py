@@ -31,7 +31,7 @@ TICK_S = 0.1
 POLL_S = 2.0
 """Seconds between two looks for the STOP file."""
 KILL_GRACE_S = 5.0
-"""Seconds between asking the program to end and killing it, where the run goes on elsewhere."""
+"""Seconds between asking the program to end and killing it, when the run has moved elsewhere."""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def failed(word: LastWord, why: ErrorWord, code: ExitCode) -> LastWord:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the program, by force where it does not end by itself."""
+    """Ends the program, by force if it does not end by itself."""
     child.terminate()
     try:
         child.wait(KILL_GRACE_S)
@@ -98,7 +98,7 @@ def watch(
             return asked or bool(signals.received)
         except subprocess.TimeoutExpired:
             pass
-        if number == 0 and time.monotonic() >= next_look_at_fence:  # where it ends, the others are ended
+        if number == 0 and time.monotonic() >= next_look_at_fence:  # if it ends, the others are ended
             next_look_at_fence = time.monotonic() + BEAT_S
             with contextlib.suppress(OSError):  # a file server that does not answer now
                 Attempts(run_dir).check_fence(attempt)

@@ -56,7 +56,7 @@ def make_folder(path: Path) -> None:
 
 
 def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None:
-    """Raises UserError where a batch's outputs would not fit into its rows of the file."""
+    """Raises UserError if a batch's outputs would not fit into its rows of the file."""
     for name, field in fields.items():
         found, wanted = rows.get(name), (samples, *field.shape)
         if found is None or found.shape != wanted or found.dtype != field.dtype:
@@ -68,7 +68,7 @@ def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None
 
 
 def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
-    """Shapes and dtypes of the outputs; ranks without samples have none to tell."""
+    """Shapes and dtypes of the outputs; ranks without samples have none."""
     mine = {name: [list(array.shape[1:]), array.dtype.str] for name, array in head.items()}
     told = [each for each in group.allgather(mine, "compare their outputs") if each]
     if any(each != told[0] for each in told):

@@ -70,7 +70,7 @@ class Session:
 
     world: World
     errors: Group
-    """All ranks, on a communicator of its own: an error can be told whatever else is going on."""
+    """All ranks, on a communicator of its own: an error can be reported whatever else is happening."""
     signals: StopSignals
     verbose: bool = False
     supervised: bool = False
@@ -78,21 +78,21 @@ class Session:
     """Whether this process is a program that gets the error, rather than ours that shows it."""
     run_dir: RunDir | None = None
     holding: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    """The run folder's lock, where there is no supervisor to hold it."""
+    """The run folder's lock, if there is no supervisor to hold it."""
     word: LastWord = dataclasses.field(default_factory=lambda: first_word(None))
     user_stderr: int = 2
     """Descriptor that reaches the user."""
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """A part of the start that each rank does by itself; where it fails on one, it fails on all.
+        """A part of the start that each rank does by itself; if it fails on one, it fails on all.
 
         The body must not communicate with other ranks.
         """
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:  # told to the others first, whatever it is
+        except Exception as caught:  # reported to the others first, whatever it is
             error = caught
         if error is None:
             self.check_peers(what)
@@ -102,7 +102,7 @@ class Session:
             raise error
 
     def check_peers(self, what: str) -> None:
-        """Waits for all ranks; raises PeerFailed where another one comes with an error."""
+        """Waits for all ranks; raises PeerFailed if another one comes with an error."""
         told = self.exchange(None, what, TIMEOUT_S) or []
         if any(told):
             first = lowest_failing(told)
@@ -117,7 +117,7 @@ class Session:
             return None
 
     def join_run(self, config: Config) -> RunDir:
-        """Opens the run folder, and begins an attempt where no supervisor has; collective.
+        """Opens the run folder, and begins an attempt if no supervisor has; collective.
 
         Raises:
             UserError: the folder is in use by another live run, or cannot be made.
@@ -178,7 +178,7 @@ class Session:
 
         Args:
             error: what happened.
-            first: the lowest failing rank, where the ranks have agreed on that.
+            first: the lowest failing rank, if the ranks have agreed on that.
         """
         what, fix = message(error)
         trace = "".join(traceback.format_exception(error))
@@ -200,7 +200,7 @@ class Session:
         return code
 
     def shows(self, first: int | None) -> bool:
-        """Whether this rank is the one that tells the user; exactly one is, however many fail."""
+        """Whether this rank is the one that reports to the user; exactly one is, however many fail."""
         if first is not None:
             return first == self.world.rank
         if self.run_dir is None:
@@ -218,11 +218,11 @@ class Session:
         self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}{trace}")
 
     def warn(self, text: str) -> None:
-        """To the user, from rank 0 while the run goes on; under a supervisor only its standard output gets there."""
+        """To the user, from rank 0 while the run lasts; under a supervisor only its standard output gets there."""
         self.write(1 if self.supervised else self.user_stderr, text)
 
     def write(self, descriptor: int, text: str) -> None:
-        """That it cannot be told ends nothing."""
+        """An error that cannot be reported does not end anything."""
         with contextlib.suppress(OSError):
             os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 

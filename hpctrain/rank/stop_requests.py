@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hpctrain.train.training import Training
 
 STOP_FILE = 128
-"""What rank 0 tells the others in place of a signal number when it found the STOP file."""
+"""What rank 0 sends the others in place of a signal number when it found the STOP file."""
 REPLACED = 256
-"""The same where rank 0 found that a newer attempt has begun."""
+"""The same if rank 0 found that a newer attempt has begun."""
 POLL_S = 1.0
 """Seconds between two looks for the STOP file: a look may be a round trip to a metadata server."""
 
@@ -35,8 +35,8 @@ POLL_S = 1.0
 class StopRequests(BaseHook):
     """Ends the loop on all ranks after the same step once any rank got a signal, or rank 0 found the STOP file.
 
-    Where rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead, and save
-    nothing: that holds too where their supervisor is gone or asleep.
+    If rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead, and save
+    nothing: that holds too if their supervisor is gone or asleep.
 
     After each step the ranks start a non-blocking maximum over their flags, and read the one started a step before:
     its messages travelled during the step, so reading it does not wait.
@@ -58,7 +58,6 @@ class StopRequests(BaseHook):
         self.next_look_at_fence = 0.0
 
     def before_fit(self, training: Training) -> None:
-        """See Hook."""
         self.looks_for_file = training.world.rank == 0
         if training.world.everyone.comm is not None:
             from mpi4py import MPI
@@ -67,7 +66,6 @@ class StopRequests(BaseHook):
             self.operation = MPI.MAX
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         flag = self.agree()
         if not flag:
             return None
@@ -135,7 +133,7 @@ class StopRequests(BaseHook):
             self.request = None
 
     def close(self) -> None:
-        """See Hook. After an error the others may never answer: what is under way is left to MPI's end."""
+        """After an error the others may never answer: what is under way is left to MPI's end."""
         if self.comm is not None and self.request is None:
             with contextlib.suppress(Exception):
                 self.comm.Free()

@@ -79,7 +79,7 @@ class Problem:
     """Of the training samples, over all ranks."""
 
     def fingerprint(self) -> str:
-        """Of the training data, and of the sampler where there is one."""
+        """Of the training data, and of the sampler if there is one."""
         sampler = self.order.fingerprint()
         return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
 
@@ -88,7 +88,7 @@ def make_problem(config: Config, world: World) -> Problem:
     """Calls the user's task function and opens its data.
 
     Raises:
-        UserError: the task or its data cannot be had; see ``load_task`` and ``open_dataset``.
+        UserError: the task or its data cannot be loaded.
     """
     seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
     runtime.set_environment(config.train.threads)
@@ -125,7 +125,7 @@ def make_problem(config: Config, world: World) -> Problem:
 
 
 def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
-    """The task with a function in the place of a loss that is a name, or one of its framework's own."""
+    """The task with a function in place of a loss that is a name, or one of its framework's own."""
     if isinstance(task, TorchTask):
         from hpctrain.frameworks.torch.losses import as_loss
     else:
@@ -185,7 +185,7 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
 
 
 def require_same_data(problem: Problem, world: World) -> None:
-    """Raises UserError, on all ranks, where some of them read other training data than the rest. Collective."""
+    """Raises UserError, on all ranks, if some of them read other training data than the rest. Collective."""
     prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:
@@ -200,7 +200,7 @@ def make_framework(
 ) -> Framework:
     """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights.
 
-    ``choice`` tells how its reducer is chosen; by default as the run file says.
+    ``choice`` says how its reducer is chosen; by default as the run file says.
     """
     choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
@@ -236,7 +236,7 @@ def make_hooks(
     fresh: bool = False,
     data: BatchSource | None = None,
 ) -> list[Hook]:
-    """What attaches to the loop, in the order in which it is called: the end of a run is told when it is saved.
+    """What attaches to the loop, in the order in which it is called: the end of a run is reported when it is saved.
 
     ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
     """
@@ -263,7 +263,7 @@ def make_hooks(
 
 
 def rate_hooks(config: Config, task: Task) -> list[RateHook]:
-    """What sets the learning rate and has state. Raises UserError where both the run file and the task set it."""
+    """What sets the learning rate and has state. Raises UserError if both the run file and the task set it."""
     if task.schedule is not None and config.schedule != ScheduleConfig():
         raise UserError(
             "both the run file's schedule and the task's set the learning rate",
@@ -282,7 +282,7 @@ def rate_hooks(config: Config, task: Task) -> list[RateHook]:
 
 
 def own_hooks(task: Task) -> list[Hook]:
-    """The task's. Raises UserError where one of them is no hook."""
+    """The task's. Raises UserError if one of them is not a hook."""
     for hook in task.hooks:
         if isinstance(hook, type) or not isinstance(hook, Hook):
             name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
@@ -303,7 +303,7 @@ def profiler_of(task: Task) -> Profiler:
 
 
 def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
-    """Raises UserError where a validation metric is to be watched and there is no validation data."""
+    """Raises UserError if a validation metric is to be watched and there is no validation data."""
     watched = {
         "train.early_stop.metric": config.train.early_stop.metric,
         "checkpoint.best_metric": config.checkpoint.best_metric if config.checkpoint.enabled else None,

@@ -34,10 +34,10 @@ class Candidate:
 
     @classmethod
     def parse(cls, name: str) -> Candidate:
-        """The candidate of a name; raises ValueError where there is none."""
+        """The candidate of a name; raises ValueError if there is none."""
         known = {candidate.name: candidate for candidate in EVERY_CANDIDATE}
         if name not in known:
-            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+            raise ValueError(f"{name!r} is not one of {', '.join(known)}")
         return known[name]
 
 
@@ -70,13 +70,13 @@ class Surroundings:
 
 
 def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Callable[[], bool]) -> Surroundings:
-    """What all ranks have; equal on them, also where nodes differ, or they would make different calls. Collective.
+    """What all ranks have; equal on them, also if nodes differ, or they would make different calls. Collective.
 
     Args:
         config: the run file's section.
         world: the ranks.
         gpu: whether this rank's gradients lie on a GPU.
-        has_horovod: whether Horovod works here; asked only where it may be chosen.
+        has_horovod: whether Horovod works here; asked only if it may be chosen.
     """
     group = world.data
     shares = world.local_size > 1 and os.path.isdir(FOLDER)

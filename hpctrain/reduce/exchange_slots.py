@@ -24,7 +24,7 @@ class ExchangeResult:
     loss: float
     """Mean loss over the global batch."""
     divisor: float
-    """What the summed gradients are to be divided by: 1 for mean losses and where all weights are zero."""
+    """What the summed gradients are to be divided by: 1 for mean losses and if all weights are zero."""
 
 
 def read_slots(slots: Sequence[float]) -> ExchangeResult:

@@ -1,4 +1,4 @@
-"""Horovod's preconditions and settings, alike for both frameworks. Imports nothing of Horovod by itself."""
+"""Horovod's preconditions and settings, the same for both frameworks. Imports nothing of Horovod by itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> None:
     """
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
-    # Horovod 0.28.1 crashes at its second start where this and the cycle time are set; without fusion it means nothing.
+    # Horovod 0.28.1 crashes at its second start if this and the cycle time are set; without fusion it means nothing.
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     threads = set(os.listdir("/proc/self/task"))
     module.init()
@@ -94,7 +94,7 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> None:
 def _give_way(threads: set[str]) -> None:
     """Lets Horovod's thread have only the time that computing leaves.
 
-    It spins in a collective every cycle, and where all cores compute, the model would pay for that; while the ranks
+    It spins in a collective every cycle, and if all cores compute, the model would pay for that; while the ranks
     wait for sums it has the core to itself.
     """
     for thread in threads:

@@ -74,7 +74,6 @@ class BufferedPieces:
         self.close = host.close
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceAllreduce."""
         for view, piece in zip([*self.views, self.slots], pieces, strict=True):
             np.copyto(view, piece)
         self.host.start(0, len(self.host.buffer))

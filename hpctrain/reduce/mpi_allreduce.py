@@ -45,14 +45,12 @@ class FlatAllreduce:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostAllreduce."""
         from mpi4py import MPI
 
         for begin in range(0, len(self.buffer), LARGEST_MESSAGE):
             self.comm.Allreduce(MPI.IN_PLACE, self.buffer[begin : begin + LARGEST_MESSAGE])
 
     def close(self) -> None:
-        """See HostAllreduce."""
         self.comm.Free()
 
 
@@ -65,21 +63,18 @@ class OverlappedAllreduce:
         self.requests: list[MPI.Request] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See HostAllreduce."""
         from mpi4py import MPI
 
         MPI.Request.Testall(self.requests)
         self.requests.append(self.comm.Iallreduce(MPI.IN_PLACE, self.buffer[begin:end]))
 
     def finish(self) -> None:
-        """See HostAllreduce."""
         from mpi4py import MPI
 
         MPI.Request.Waitall(self.requests)
         self.requests.clear()
 
     def close(self) -> None:
-        """See HostAllreduce."""
         self.comm.Free()
 
 
@@ -109,7 +104,6 @@ class CompressedAllreduce:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostAllreduce."""
         for row, part in zip(self.outgoing, self.slices, strict=True):
             self.codec.encode(self.values[part], row[: part.stop - part.start])
             row[self.width :] = self.tail.view(np.uint16)
@@ -128,7 +122,6 @@ class CompressedAllreduce:
             self.codec.decode(row[: part.stop - part.start], self.values[part])
 
     def close(self) -> None:
-        """See HostAllreduce."""
         self.comm.Free()
 
 

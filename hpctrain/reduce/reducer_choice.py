@@ -71,13 +71,13 @@ class ReducerChoice:
     kept: str | None = None
     """Name of the candidate that an earlier attempt chose; used without measuring."""
     record: Callable[[Choice], object] | None = None
-    """Told of what was measured, where there was a choice."""
+    """Called with what was measured, if there was a choice."""
 
     def known(self, reducers: Reducers[R]) -> R | None:
-        """The reducer, or None where it has to be measured. Collective.
+        """The reducer, or None if it has to be measured. Collective.
 
         Raises:
-            UserError: the reducer that the configuration names cannot be had.
+            UserError: the reducer that the configuration names cannot be used.
         """
         among = reducers.possible(self.config, self.world)
         if len(among) == 1:
@@ -132,16 +132,13 @@ class Rehearsal(Generic[R]):
         self.reducer: R | None = None
 
     def open(self, candidate: Candidate) -> None:
-        """See Turns."""
         self.reducer = self.reducers.open(candidate, self.group)
 
     def run(self) -> None:
-        """See Turns."""
         assert self.reducer is not None, "open comes first"
         self.step(self.reducer)
 
     def close(self) -> None:
-        """See Turns."""
         assert self.reducer is not None, "open comes first"
         self.reducer.close()
 
@@ -151,7 +148,7 @@ def choose(
 ) -> Choice:
     """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
 
-    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate where those are slower.
+    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate if those are slower.
     """
     kept: dict[str, list[float]] = {}
     left, runs = list(among), 1

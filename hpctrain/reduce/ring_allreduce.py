@@ -2,7 +2,7 @@
 
 Each rank passes one block after the other on to its right neighbour, first adding its own values (reduce-scatter), then
 the finished sums (allgather): 2 (p - 1) / p of the buffer goes through each link, the least there is (Patarasuk and
-Yuan 2009). Blocks travel in pieces, and a piece goes on as soon as it has arrived. MPI libraries choose other
+Yuan 2009). Blocks travel in pieces, and a piece is passed on as soon as it has arrived. MPI libraries choose other
 algorithms for some numbers of ranks, and send large messages after a handshake that waits behind other data: over TCP
 with Open MPI 5 that takes 1.5 to 3.3 times as long on two to four hosts.
 """
@@ -94,9 +94,7 @@ class RingAllreduce:
         """Waits for finish."""
 
     def finish(self) -> None:
-        """See HostAllreduce."""
         self.ring.run()
 
     def close(self) -> None:
-        """See HostAllreduce."""
         self.comm.Free()

@@ -40,7 +40,7 @@ class SharedArrays:
     node: Group
     """The ranks that share them."""
     peers: MPI.Comm | None
-    """The ranks of equal place on all nodes, where there are several."""
+    """The ranks of equal place on all nodes, if there are several."""
     memory: mmap.mmap
     arrays: tuple[NDArray[Any], ...]
     """One for each rank of the node, and those that are common to all."""
@@ -128,7 +128,7 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
 def open_shm_allreduce(
     group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False
 ) -> ShmAllreduce | None:
-    """Shared buffers of ``length`` elements for each rank of a group; None, on all alike, where that cannot be."""
+    """Shared buffers of ``length`` elements for each rank of a group; None, on all of them, if that is impossible."""
     shared = share_arrays(group, length, dtype)
     return ShmAllreduce(shared, ring) if shared else None
 
@@ -136,7 +136,7 @@ def open_shm_allreduce(
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
     """Arrays of ``length`` elements for each rank of a group, and ``common`` more that belong to all ranks of a node.
 
-    None, on all alike, where no two ranks share a node, where nodes hold different numbers of ranks, or where shared
+    None, on all of them, if no two ranks share a node, if nodes hold different numbers of ranks, or if shared
     memory is too small or separate (containers). Collective over the group.
     """
     if group.comm is None:

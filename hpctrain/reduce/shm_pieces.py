@@ -53,7 +53,7 @@ class ShmPieces:
         """
         Args:
             shared: an array for each rank of the node and one for the sums, each longer by one than the layout.
-            layout, shapes: of the pieces but for the slots, which are the last one.
+            layout, shapes: of the pieces except the slots, which are the last one.
             ring: whether nodes add up by a ring of our own.
         """
         self.node, self.close = shared.node, shared.free
@@ -81,7 +81,6 @@ class ShmPieces:
         self.slots = total[spans[-1]]
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """See PieceAllreduce."""
         flat = [piece.reshape(-1) for piece in pieces]
         for copy in self.copies:
             np.copyto(copy.to, flat[copy.piece][copy.part])
@@ -106,13 +105,13 @@ class ShmPieces:
 def open_shm_pieces(
     group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, ring: bool
 ) -> ShmPieces | None:
-    """Shared memory for pieces; None, on all ranks alike, where that cannot be (see ``share_arrays``). Collective."""
+    """Shared memory for pieces; None, on all ranks, if that is impossible (as ``share_arrays``). Collective."""
     shared = share_arrays(group, layout.length + 1, dtype, common=1)
     return ShmPieces(shared, layout, shapes, ring) if shared else None
 
 
 def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:
-    """A copy of slots that tells the square of the norm."""
+    """A copy of slots that holds the square of the norm."""
     told = slots.copy()
     told[SQUARE] = square
     return told

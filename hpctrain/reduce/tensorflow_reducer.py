@@ -34,13 +34,18 @@ class Reducer(Protocol):
     """Whether ``borrow`` lends."""
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums over the ranks of such pieces as Pieces makes; in a TensorFlow function or outside.
+        """The sums of the pieces over the ranks; in a TensorFlow function or outside.
 
-        The last piece travels in full precision, and tells SQUARE.
+        Args:
+            pieces: as ``KerasGradients.pack`` makes them, of the same shapes on every rank. The last one travels in
+                full precision.
+
+        Returns:
+            Sums of the same shapes and dtypes. The last one holds the square of the norm of the others, too.
         """
 
     def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The same without a copy, where the reducer lends: from memory that other ranks read and the next call
+        """The same without a copy, if the reducer lends: from memory that other ranks read and the next call
         overwrites.
 
         For functions that keep all sums alive to their end, since TensorFlow may compute in the memory of a tensor that
@@ -58,7 +63,6 @@ class NoReducer:
     lends = False
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         return with_square(pieces)
 
     borrow = sum
@@ -71,18 +75,16 @@ class HostReducer:
     """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
 
     def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
-        """``joined``: all gradients are one piece for ``host``, as is best where they have to be copied from a GPU."""
+        """``joined``: all gradients are one piece for ``host``, as is best if they have to be copied from a GPU."""
         self.name = name
         self.host = host
         self.lends = not joined
         self.close = host.close
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces)]
 
     def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         if self.lends:
             return self._call(pieces)
         *gradients, slots = pieces
@@ -107,7 +109,6 @@ class HorovodReducer:
         self.compress = compress
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """See Reducer."""
         if not self.compress:
             return with_square(split(self._allreduce(join(pieces), "gradients"), pieces))
         *gradients, slots = pieces
@@ -125,7 +126,7 @@ class HorovodReducer:
 
 
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same, where the last one tells the square of the norm of the others."""
+    """The same, if the last one holds the square of the norm of the others."""
     *gradients, slots = pieces
     square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
@@ -135,11 +136,9 @@ class FastFloat16:
     """compression.Float16 by TensorFlow's vectorised casts: the same bits, many times faster than NumPy's."""
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        """See Codec."""
         np.copyto(out.view(np.float16), np.asarray(tf.cast(tf.convert_to_tensor(values), tf.float16)))
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        """See Codec."""
         np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
 
 
@@ -175,7 +174,6 @@ class KerasReducers:
     pieces: Pieces
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        """See Reducers."""
         if config.overlap == "on":
             raise UserError(
                 "reduce.overlap is on, but Keras gradients travel after the backward pass",
@@ -186,7 +184,6 @@ class KerasReducers:
         return candidates(replace(config, overlap="off"), around)
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        """See Reducers."""
         return open_reducer(candidate, group, self.pieces)
 
 
@@ -206,7 +203,10 @@ def measured_reducer(
         pieces: of the gradients.
         rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
-        announce: told what was measured, where there was a choice.
+        announce: called with what was measured, if there was a choice.
+
+    Raises:
+        UserError: the configured kind cannot be used here, for example Horovod that is not installed.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(KerasReducers(pieces), rehearse)
 

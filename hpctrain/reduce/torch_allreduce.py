@@ -55,7 +55,6 @@ class StagedTensorAllreduce:
         self.copies: list[tuple[int, int, torch.cuda.Event]] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See TensorAllreduce."""
         self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         with torch.cuda.stream(self.stream):
             self.staging[begin:end].copy_(self.flat[begin:end], non_blocking=True)
@@ -64,7 +63,6 @@ class StagedTensorAllreduce:
         self.copies.append((begin, end, done))
 
     def finish(self) -> None:
-        """See TensorAllreduce."""
         for begin, end, done in self.copies:  # the first travel while the last are being copied
             done.synchronize()
             self.host.start(begin, end)
@@ -73,7 +71,6 @@ class StagedTensorAllreduce:
         self.flat.copy_(self.staging, non_blocking=True)
 
     def close(self) -> None:
-        """See TensorAllreduce."""
         torch.cuda.synchronize(self.flat.device)
         unpin(self.staging.data_ptr())
         self.host.close()
@@ -98,11 +95,9 @@ class TorchCodec:
         self.dtype = dtype
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        """See Codec."""
         torch.from_numpy(out.view(np.int16)).view(self.dtype).copy_(torch.from_numpy(values))
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        """See Codec."""
         torch.from_numpy(out).copy_(torch.from_numpy(packed.view(np.int16)).view(self.dtype))
 
 
@@ -112,7 +107,7 @@ CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
 def open_tensor_allreduce(
     candidate: Candidate, group: Group, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Candidate, TensorAllreduce]:
-    """The sum that a candidate of kind mpi names; where shared memory is impossible, one flat message in its place."""
+    """The sum that a candidate of kind mpi names; if shared memory is impossible, one flat message in its place."""
     candidate, host = open_host_allreduce(
         candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS
     )

@@ -121,7 +121,7 @@ class FlatGradients:
 
 
 def densify(name: str, gradient: Tensor, sparse: Sparse) -> Tensor:
-    """A sparse gradient as a dense tensor, or UserError where that is not wanted."""
+    """A sparse gradient as a dense tensor, or UserError if that is not wanted."""
     if sparse == "refuse":
         raise UserError(
             f"the gradient of {name} is sparse", "make the layer with sparse=False, or set reduce.sparse: densify"
@@ -130,7 +130,7 @@ def densify(name: str, gradient: Tensor, sparse: Sparse) -> Tensor:
 
 
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
-    """A view of the parameter's shape and, where it is dense, its strides: fused optimizers want both alike."""
+    """A view of the parameter's shape and, if it is dense, its strides: fused optimizers want the same for both."""
     part = flat[offset : offset + parameter.numel()]
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in whatever order
         return part.as_strided(parameter.size(), parameter.stride())

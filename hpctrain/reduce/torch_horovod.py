@@ -1,4 +1,4 @@
-"""Sums of a flat torch tensor over ranks, by Horovod: NCCL on GPUs where it was built for that, MPI otherwise."""
+"""Sums of a flat torch tensor over ranks, by Horovod: NCCL on GPUs if it was built for that, MPI otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 2e-4
 
 
 class HorovodAllreduce:
-    """Few large messages of fixed names and bounds: nothing is negotiated anew, and timing changes no sum."""
+    """Few large messages of fixed names and bounds: nothing is negotiated again, and timing changes no sum."""
 
     def __init__(
         self, horovod: ModuleType, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
@@ -30,7 +30,6 @@ class HorovodAllreduce:
         self.handles: list[int] = []
 
     def start(self, begin: int, end: int) -> None:
-        """See TensorAllreduce."""
         if self.half is None:
             self._send(self.flat[begin:end], begin)
             return
@@ -41,7 +40,6 @@ class HorovodAllreduce:
             self._send(self.flat[self.gradients :], self.gradients)
 
     def finish(self) -> None:
-        """See TensorAllreduce."""
         for handle in self.handles:
             while not self.horovod.poll(handle):
                 time.sleep(POLL_S)
@@ -79,7 +77,7 @@ def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError 
 def open_horovod_allreduce(
     group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
 ) -> HorovodAllreduce:
-    """Starts Horovod; raises UserError where it is missing or does not fit."""
+    """Starts Horovod; raises UserError if it is missing or does not match."""
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error

@@ -47,7 +47,7 @@ class Reducer(Protocol):
         """Returns when all gradients are sums over the ranks, with what travelled along.
 
         Args:
-            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, where a weight is given.
+            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, if a weight is given.
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
 
@@ -70,12 +70,10 @@ class NoReducer:
         self.last_backward = True
 
     def begin(self) -> None:
-        """See Reducer."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        """See Reducer."""
         for name, parameter in self.named:
             if parameter.grad is None:  # several ranks could not know that it had no part on any of them
                 parameter.grad = torch.zeros_like(parameter)
@@ -88,7 +86,6 @@ class NoReducer:
         return read_slots(slots)
 
     def gradients(self) -> list[Tensor]:
-        """See Reducer."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def close(self) -> None:
@@ -111,7 +108,6 @@ class FlatReducer:
 
     @property
     def last_backward(self) -> bool:
-        """See Reducer."""
         return self.flat_gradients.last_backward
 
     @last_backward.setter
@@ -119,7 +115,6 @@ class FlatReducer:
         self.flat_gradients.last_backward = value
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        """See Reducer."""
         self.slots.zero_()
         self.slots[LOSS] = loss
         if weight is not None:
@@ -131,13 +126,11 @@ class FlatReducer:
         return read_slots(self.slots.tolist())
 
     def gradients(self) -> list[Tensor]:
-        """See Reducer."""
-        if self.converts:  # then ``grad`` of some parameters is no view of the buffer
+        if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
             return [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
         return [self.values]
 
     def close(self) -> None:
-        """See Reducer."""
         self.flat_gradients.detach()
         self.sum.close()
 
@@ -178,7 +171,6 @@ class TorchReducers:
     config: ReduceConfig
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        """See Reducers."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
         def has_horovod() -> bool:  # asked on all ranks or on none
@@ -188,7 +180,6 @@ class TorchReducers:
         return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        """See Reducers."""
         return make_reducer(candidate, group, self.model, self.config)
 
 
@@ -208,7 +199,10 @@ def measured_reducer(
         model: its parameters must be on their device already.
         rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
-        announce: told what was measured, where there was a choice.
+        announce: called with what was measured, if there was a choice.
+
+    Raises:
+        UserError: the configured kind cannot be used here, for example Horovod that is not installed.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
 

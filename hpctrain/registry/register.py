@@ -108,7 +108,7 @@ def example(problem: Problem) -> Samples:
 
 
 def open_run(mlflow: Any, run_dir: RunDir, uri: str, config: Config) -> str:
-    """The run that the training was tracked as; a new one where it was not tracked there."""
+    """The run that the training was tracked as; a new one if it was not tracked there."""
     saved = position(run_dir)
     if saved.get("uri") == uri and saved.get("run_id"):
         return str(saved["run_id"])

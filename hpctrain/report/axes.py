@@ -68,7 +68,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def label(value: float) -> str:
-    """A tick in as few characters as tell it: 1.5k, 20M, 0.002."""
+    """A tick in as few characters as possible: 1.5k, 20M, 0.002."""
     if value == 0:
         return "0"
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):

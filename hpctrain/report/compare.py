@@ -68,5 +68,5 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def distinct_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Names, or paths where two names are the same."""
+    """Names, or paths if two names are the same."""
     return list(names) if len(set(names)) == len(names) else list(paths)

@@ -1,6 +1,6 @@
 """What ended a run, or what slows it: one paragraph from the evidence in its folder.
 
-Rules are tried in order; the first that finds its evidence speaks. Where none does, the answer is ``unknown``. They
+Rules are tried in order; the first that finds its evidence speaks. If none does, the answer is ``unknown``. They
 decide by codes; what people read is made here, last.
 """
 
@@ -69,7 +69,7 @@ TITLES: Mapping[Code, str] = {
     Code.SINGLETONS: "The ranks did not find each other",
     Code.DISK_FULL: "A disk was full",
     Code.READ_ONLY: "A file system cannot be written",
-    Code.UNREADABLE_CHECKPOINT: "A file system did not give a checkpoint",
+    Code.UNREADABLE_CHECKPOINT: "A checkpoint cannot be read at the moment",
     Code.DAMAGED_CHECKPOINT: "No sound checkpoint was found",
     Code.HOROVOD: "Horovod cannot be used",
     Code.OUT_OF_MEMORY: "Memory ran out",
@@ -80,7 +80,7 @@ TITLES: Mapping[Code, str] = {
     Code.HANG: "The run hung",
     Code.VANISHED: "A rank ended without a word",
     Code.STOP: "The ranks did not stop in time",
-    Code.TIME_LIMIT: "The time limit came near and the run stopped",
+    Code.TIME_LIMIT: "The run stopped because its time limit was near",
     Code.STOPPED: "The run was asked to stop",
     Code.USER_ERROR: "The run file, its data or its environment is wrong",
     Code.NO_PROGRESS: "Attempts came no further",
@@ -152,7 +152,7 @@ def by_stop(data: RunHistory) -> Explanation | None:
     code = Code.TIME_LIMIT if timed else Code.STOPPED
     where = f"{by} was seen at step {request.step}" if request else f"{by} was seen"
     saved = data.last(CheckpointSaved)
-    kept = f"the newest checkpoint is of step {saved.step}" if saved else "no checkpoint was saved"
+    kept = f"the newest checkpoint is from step {saved.step}" if saved else "no checkpoint was saved"
     return Explanation(code, TITLES[code], (where, kept), "the same command resumes from there")
 
 
@@ -171,10 +171,10 @@ def by_completion(data: RunHistory) -> Explanation | None:
 
 
 def by_life(data: RunHistory) -> Explanation | None:
-    """Still going on."""
+    """Still running."""
     if data.run.outcome is not Outcome.RUNNING or not data.train:
         return None
-    return Explanation(Code.RUNNING, "The run goes on")
+    return Explanation(Code.RUNNING, "The run is under way")
 
 
 def unknown(data: RunHistory) -> Explanation:
@@ -243,7 +243,7 @@ def failed_checkpoints(data: RunHistory) -> list[Explanation]:
     saved, in_a_row = data.last(CheckpointSaved), failed.failures or 1
     evidence: tuple[str, ...] = ()
     if not saved or saved.time < failed.time:
-        newest = f"the newest one is of step {saved.step}" if saved else "there is none"
+        newest = f"the newest one is from step {saved.step}" if saved else "there is none"
         times = f"the last {in_a_row} attempts to save failed" if in_a_row > 1 else "none has been saved since"
         evidence = (f"{times}, and {newest}: what was trained since is not saved",)
     return [Explanation(Code.CHECKPOINT_FAILED, title, evidence, "free space in the run folder")]

@@ -78,7 +78,7 @@ def line_plots(data: RunHistory, attempts: Sequence[Span]) -> list[LinePlot]:
 
 
 def phase_plot(data: RunHistory) -> StackPlot | None:
-    """Each phase's share of the measured time, by interval; intervals are joined where there are too many to see."""
+    """Each phase's share of the measured time, by interval; intervals are joined if there are too many to see."""
     if not data.phases:
         return None
     steps = next(iter(data.phases.values())).step

@@ -34,7 +34,7 @@ class Span:
 
 
 def summarize(data: RunHistory) -> dict[str, Any]:
-    """Everything ``report --json`` gives; None where the run folder does not tell."""
+    """Everything ``report --json`` gives; None if the run folder does not say."""
     started, finished = data.last(RunStarted), data.last(RunFinished)
     spans = make_spans(data)
     told = started.to_json() if started else {}
@@ -63,7 +63,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
 
 
 def last_step(data: RunHistory) -> int:
-    """The newest step that any event tells."""
+    """The newest step of any event."""
     steps = [series.step[-1] for series in data.curves if len(series.step)]
     return int(max([*steps, *(event.step for event in data.rare)], default=0))
 
@@ -169,5 +169,5 @@ def median(series: Series | None) -> float | None:
 
 
 def without_name(event: Event) -> dict[str, Any]:
-    """An event's fields but for its name."""
+    """An event's fields except its name."""
     return {key: value for key, value in event.to_json().items() if key != "event"}

@@ -1,4 +1,4 @@
-"""The owner of the run folder: its files and their writers, and the one view that tells how a run stands.
+"""The owner of the run folder: its files and their writers, and the one view that says how a run stands.
 
 ``view`` is for everybody who wants to know, and ``events``, ``attempt_record``, ``last_words`` and ``verdict`` are what
 it tells; ``which`` finds the run that a person means. ``folder`` names the files, ``attempts`` keeps run.json and the

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.run.verdict import Verdict
 
 ALWAYS = ("from_step", "job_id", "git_commit")
-"""Fields that an entry of run.json has even if there is nothing to tell."""
+"""Fields that an entry of run.json has even if there is nothing to say."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Attempt:
     to_step: int | None = None
     """Of the newest checkpoint when it ended."""
     host: str | None = None
-    """Of the supervisor, or of rank 0 where there is none."""
+    """Of the supervisor, or of rank 0 if there is none."""
     hosts: Sequence[str] = ()
     """Of the ranks."""
     job: str | None = None

@@ -42,7 +42,7 @@ class Attempts:
         return Tickets(self.run_dir.attempts, self.run_dir.path)
 
     def info(self) -> dict[str, Any]:
-        """Content of run.json; empty where there is none yet.
+        """Content of run.json; empty if there is none yet.
 
         Raises:
             UserError: it is damaged.
@@ -114,7 +114,7 @@ class Attempts:
         self._note(number, "ended", {**entry, "hosts": sorted({word.host for word in words})})
 
     def amend(self, number: int, verdict: Verdict) -> None:
-        """Replaces the verdict on an attempt that has ended. Raises RunFailed where the folder cannot be written."""
+        """Replaces the verdict on an attempt that has ended. Raises RunFailed if the folder cannot be written."""
         self._note(number, "ended", {"verdict": verdict.to_json()})
         if self.run_dir.words(number).exists() and (words := last_words.read(self.run_dir, number)):
             last_words.merge(self.run_dir, number, words.ranks, verdict)
@@ -191,7 +191,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Empty where there is none yet, or a crash has torn it."""
+    """Empty if there is none yet, or a crash has torn it."""
     try:
         return _object(safe_read.read_json(path))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):

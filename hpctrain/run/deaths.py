@@ -14,7 +14,7 @@ from hpctrain.system.files import append_bytes
 
 
 def note(rank: int) -> None:
-    """Appends to the deaths of this attempt; outside of a supervised run there is nobody to read them."""
+    """Appends to the deaths of this attempt; outside a supervised run nobody reads them."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
     if folder and attempt:
         line = f"{time.time():.6f} {rank}\n".encode()

@@ -28,7 +28,7 @@ def decide(
         max_failures: failed attempts in a row without a new checkpoint after which the run ends.
         stop: the stop request of this attempt, if there was one.
         failure: what the supervisor itself ended the attempt for (a hang, ranks that never appeared), if it did.
-        saves: whether the run saves checkpoints. Where it does not, progress is unknown.
+        saves: whether the run saves checkpoints. If it does not, progress is unknown.
 
     Returns:
         DONE or STOP or REQUEUE for orderly ends; for others REQUEUE while trying again makes sense.
@@ -52,7 +52,7 @@ def decide(
 
 
 def blame(words: Sequence[LastWord]) -> Verdict:
-    """The first cause of a failed attempt, with the action REQUEUE where trying again may help.
+    """The first cause of a failed attempt, with the action REQUEUE if trying again may help.
 
     A rank that died without an error of its own comes first, for the errors of others are then its consequences
     (broken connections); among errors the earliest is the cause.
@@ -86,7 +86,7 @@ def trailing_failures(attempts: Sequence[Attempt]) -> int:
     for index, attempt in enumerate(reversed(attempts)):
         verdict = attempt.verdict if index > 0 else None
         if attempt.ended is None and attempt.to_step is None:
-            # One that was killed with its supervisor has no end: the next one tells how far it came.
+            # One that was killed with its supervisor has no end: the next one shows how far it came.
             attempt = dataclasses.replace(attempt, to_step=next_from)
         if attempt.has_progressed or (verdict and verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED)):
             break
@@ -112,7 +112,7 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
         return Verdict(
             Action.DO_NOT_REQUEUE,
             ExitCode.DO_NOT_REQUEUE,
-            f"stopped by {by} at step {step} without a new checkpoint: another attempt would come no further",
+            f"stopped by {by} at step {step} without a new checkpoint: another attempt would get no further",
             "give the job more time, or let it signal its end earlier",
             code=Code.NO_PROGRESS,
         )

@@ -47,7 +47,7 @@ _sound_entry = without_misfits(ATTEMPT_ENTRY)
 
 
 def info_of(value: Any) -> dict[str, Any] | None:
-    """The content of run.json, without what is not of its type; None where it can be no such content."""
+    """The content of run.json, without what is not of its type; None if it cannot be such content."""
     if not _is_info(value) or not all(is_count(entry.get("attempt")) for entry in value.get("attempts", ())):
         return None
     entries = {"attempts": [_sound_entry(entry) for entry in value["attempts"]]} if "attempts" in value else {}

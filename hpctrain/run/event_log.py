@@ -27,7 +27,7 @@ class EventWriter:
 
     Args:
         path: events.jsonl; made with the first event.
-        say: tells the person who runs it: once that events cannot be written, and at the end which are lost.
+        say: reports to the person who runs it: once that events cannot be written, and at the end which are lost.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ class EventWriter:
             if not self.has_warned:
                 self.has_warned = True
                 self.say(
-                    f"{problem}; training goes on, its events wait in memory\n"
+                    f"{problem}; training continues, its events wait in memory\n"
                     "  fix: free space or raise the quota there, and they are written after all"
                 )
             if len(self.waiting) > MOST_WAITING:

@@ -29,7 +29,7 @@ class Event:
     """
 
     NAME: ClassVar[str] = ""
-    """What stands in the file as ``event``."""
+    """The name in the file's field ``event``."""
 
     time: float = field(default_factory=time.time)
     """Unix seconds."""
@@ -42,7 +42,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """What stands in the file as ``event``."""
+        """The name in the file's field ``event``."""
         return self.NAME
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class OtherEvent(Event):
 
     @property
     def name(self) -> str:
-        """What stands in the file as ``event``."""
+        """The name in the file's field ``event``."""
         return self.called
 
 
@@ -274,7 +274,7 @@ class Decoder:
     """Lines of a file to events, in its order.
 
     Torn lines, which a crash or a full disk leaves, are dropped. Events with a field that is not of its type are left
-    out and counted: somebody else has written them.
+    out and counted: someone else has written them.
     """
 
     def __init__(self) -> None:

@@ -43,12 +43,12 @@ class Tail:
         return self.offset < self.size
 
     def lines(self, most_bytes: int = READ_BYTES) -> bytes:
-        """Whole new lines, about so many bytes of them; empty where there are none, or no file.
+        """Whole new lines, about ``most_bytes`` of them; empty if there are none, or no file.
 
         Raises:
             UserError: the file may not be read.
         """
-        self.size = self.offset  # for where nothing can be had at this look
+        self.size = self.offset  # if nothing can be read this time
         with _opened(self.path) as handle:
             if handle is None:
                 return b""
@@ -89,7 +89,7 @@ class JsonFile:
     _version: tuple[int, int, int] | None = field(default=None, repr=False)
 
     def read(self) -> dict[str, Any]:
-        """Its content; what was known before where it has vanished or is being written.
+        """Its content; what was known before if it has vanished or is being written.
 
         Raises:
             UserError: the file may not be read.
@@ -112,7 +112,7 @@ class JsonFile:
 
 
 def _read(handle: int, count: int, offset: int) -> bytes:
-    """Empty where the file system has lost the file for the moment (ESTALE, EIO): it may be back at the next look."""
+    """Empty if the file system has lost the file for the moment (ESTALE, EIO): it may be back at the next look."""
     try:
         return os.pread(handle, count, offset)
     except OSError:
@@ -121,7 +121,7 @@ def _read(handle: int, count: int, offset: int) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """A descriptor; None where there is no plain file, or the file system has lost it for the moment."""
+    """A descriptor; None if there is no plain file, or the file system has lost it for the moment."""
     handle = None
     try:
         handle = safe_read.open_plain(path)

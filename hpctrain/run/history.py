@@ -62,7 +62,7 @@ class RunHistory:
 
 
 MARKS = tuple(f'"{kind.NAME}"'.encode() for kind in get_args(TakeOver))
-"""What stands in the lines of events that say where an attempt takes over."""
+"""What is in the lines of events that say where an attempt takes over."""
 
 
 class Columns:

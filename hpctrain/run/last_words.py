@@ -33,7 +33,7 @@ class Ending(StrEnum):
     """How a rank ended."""
 
     RUNNING = "running"
-    """It has not, as far as it said itself."""
+    """It has not ended, as far as it said itself."""
     COMPLETED = "completed"
     EARLY = "early_stop"
     STOPPED = "stop_requested"
@@ -60,7 +60,7 @@ class ErrorWord:
     type: str
     """Name of the exception."""
     traceback: str
-    """The full one stands in the rank's log too."""
+    """The full one is in the rank's log too."""
     code: Code = Code.UNKNOWN
 
     @classmethod
@@ -74,7 +74,7 @@ class LastWord:
     """What is known of one rank of one attempt."""
 
     rank: int | None
-    """None where it never learned its rank."""
+    """None if it never learned its rank."""
     host: str
     pid: int
     birth: float
@@ -146,14 +146,14 @@ class WordFile:
         files.write_atomically(self.path, padded(word), self.run)
 
     def end(self, word: LastWord) -> None:
-        """Replaces the word in place. Does not raise: there is nobody left to tell."""
+        """Replaces the word in place. Does not raise: there is nobody left to report to."""
         with contextlib.suppress(OSError):
             files.make_folder(self.path.parent, self.run)
             files.overwrite(self.path, padded(word), self.run)
 
 
 def padded(word: LastWord) -> bytes:
-    """JSON, filled up with blanks; the traceback is cut where the room does not suffice."""
+    """JSON, filled up with blanks; the traceback is cut if the room does not suffice."""
     content = json.dumps(word.to_json()).encode()
     if len(content) >= FILE_BYTES and word.error is not None:
         trace = word.error.traceback
@@ -201,7 +201,7 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Ver
 
 
 def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
-    """The words of an attempt: merged, or where nobody could merge them (full disk, dead supervisor) one by one."""
+    """The words of an attempt: merged, or if nobody could merge them (full disk, dead supervisor) one by one."""
     try:
         saved = safe_read.read_json(run_dir.words(attempt))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):

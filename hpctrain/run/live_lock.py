@@ -43,7 +43,7 @@ class Holder:
     pid: int
     birth: float
     machine: str
-    """Boot and process namespace: where two agree, a process number means the same."""
+    """Boot and process namespace: if two agree, a process number means the same."""
     job: str | None
     """Slurm job, if any."""
     restarts: int
@@ -143,7 +143,7 @@ class LiveLock:
         """A sign of life, given at most every BEAT_S seconds: call it as often as you like.
 
         Raises:
-            Replaced: another process has the lock. A file server that does not answer does not tell that.
+            Replaced: another process has the lock. A file server that does not answer does not count as that.
         """
         if time.monotonic() - self.beaten >= BEAT_S:
             self.beaten = time.monotonic()
@@ -154,11 +154,11 @@ class LiveLock:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Signs of life from a thread, while the body takes its time; they end where the lock is lost."""
+        """Signs of life from a thread, while the body takes its time; they end if the lock is lost."""
         over = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(Replaced):  # told to whoever asks next
+            with contextlib.suppress(Replaced):  # reported to whoever asks next
                 while not over.wait(BEAT_S):
                     self.beat()
 
@@ -209,7 +209,7 @@ class LiveLock:
         return None
 
     def _show(self) -> None:
-        """Touches the lock file where it is this holder's, and makes it so where it is not."""
+        """Touches the lock file if it is this holder's, and makes it so if it is not."""
         with contextlib.suppress(FileNotFoundError):
             handle = safe_read.open_plain(self.file)
             try:
@@ -237,7 +237,7 @@ lock_of = typed(
 
 
 def read(path: Path) -> Holder | None:
-    """The holder in a lock file or ticket; none where there is no such file, or it is still empty or damaged."""
+    """The holder in a lock file or ticket; none if there is no such file, or it is still empty or damaged."""
     try:
         return _decode(safe_read.read(path, MOST_BYTES))
     except OSError:
@@ -261,7 +261,7 @@ def is_live(other: Holder, silence: float, me: Holder) -> bool:
 
 
 def silence_s(path: Path) -> float:
-    """Age of the lock's last sign of life, by the clock of the file system; by this host's, where that is read-only."""
+    """Age of the lock's last sign of life, by the clock of the file system; by this host's, if that is read-only."""
     try:
         with tempfile.TemporaryFile(dir=path.parent) as probe:
             os.utime(probe.fileno())

@@ -21,7 +21,7 @@ NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.ou
 FOREIGN = re.compile(r"Traceback|\b\w*Error\b|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT")
 """What Python, the kernel, Slurm and MPI libraries print of errors."""
 OURS = re.compile(r"^hpctrain: (?P<what>.+)\n  (?:fix|logs): ", re.MULTILINE)
-"""The form in which the job script and the supervisor tell errors, and ends in order too."""
+"""The form in which the job script and the supervisor report errors, and orderly ends too."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Log:
 
 
 def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> list[Log]:
-    """Logs by attempt and rank; all attempts where none is named and no rank either, else the last one."""
+    """Logs by attempt and rank; all attempts if none is named and no rank either, else the last one."""
     found = []
     # Slurm makes the log of an array's element beside those of the others, before the element's folder is known.
     index = run.path.name if run.path.name.isdigit() else ""
@@ -79,7 +79,7 @@ def good_ends(run: RunDir) -> set[str]:
 
 
 def read(path: Path) -> str:
-    """A log's text; of one that is very long its beginning and end. Empty where it is not a file that can be read."""
+    """A log's text; of one that is very long its beginning and end. Empty if it is not a file that can be read."""
     try:
         handle = safe_read.open_plain(path)
     except (FileNotFoundError, safe_read.NotPlain):

@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def step(self) -> int | None:
-        """Updates done, as far as anybody has said."""
+        """Updates done, as far as is known."""
         told = [self.newest(Train), self.newest(Resumed), self.newest(RunStarted)]
         steps = [event.step for event in told if event is not None]
         return max([*steps, *([self.first_step] if self.attempt else [])], default=None)
@@ -157,7 +157,7 @@ class Progress:
         failed, saved = self.newest(CheckpointFailed), self.newest(CheckpointSaved)
         if not failed or failed.attempt < self.attempt or (saved and saved.time > failed.time):
             return None
-        newest = f"the newest is of step {saved.step}" if saved else "there is none"
+        newest = f"the newest is from step {saved.step}" if saved else "there is none"
         return f"{in_a_row(failed)} failed, the last at step {failed.step}; {newest}: {failed.error}"
 
     @property

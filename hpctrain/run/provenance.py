@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the repository that the working directory lies in, with '+changes' where files differ from it."""
+    """Commit of the repository that the working directory lies in, with '+changes' if files differ from it."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return None

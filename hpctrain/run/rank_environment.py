@@ -1,4 +1,4 @@
-"""What a supervisor tells its ranks by environment variables."""
+"""What a supervisor passes to its ranks in environment variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 ATTEMPT = "HPCTRAIN_ATTEMPT"
 """Which attempt a rank belongs to."""
 RUN_DIR = "HPCTRAIN_RUN_DIR"
-"""A rank's run folder; set where a supervisor watches."""
+"""A rank's run folder; set if a supervisor watches."""
 STAGED = "HPCTRAIN_STAGED"
 """JSON of copies on node-local scratch by source, as the run file writes it."""
 STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"

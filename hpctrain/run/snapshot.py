@@ -55,7 +55,7 @@ class LiveWindow:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment; what its folder does not tell is None or empty."""
+    """A run at one moment; what its folder does not say is None or empty."""
 
     path: Path
     """The run folder."""

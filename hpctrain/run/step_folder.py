@@ -23,7 +23,7 @@ def step_of(name: str) -> int | None:
 
 
 def bytes_in_flight(checkpoints: Path) -> int:
-    """Bytes so far of the checkpoints that are being written in a folder; 0 where nothing is to be seen."""
+    """Bytes so far of the checkpoints that are being written in a folder; 0 if nothing is to be seen."""
     total = 0
     try:
         for partial in os.scandir(checkpoints):

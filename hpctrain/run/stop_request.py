@@ -24,7 +24,7 @@ class StopRequest:
     by: str
     """For people."""
     signal: signal.Signals | None = None
-    """None where a person made the file."""
+    """None if a person made the file."""
 
     @classmethod
     def of_signal(cls, number: int) -> StopRequest:
@@ -38,7 +38,7 @@ class StopRequest:
 
 
 BY_PERSON = StopRequest("STOP file")
-"""Where the file does not say who made it."""
+"""Used if the file does not say who made it."""
 
 
 def request_stop(run_dir: RunDir, request: StopRequest) -> None:
@@ -61,9 +61,9 @@ def requested_stop(run_dir: RunDir) -> StopRequest | None:
     """Who asked the run to stop, none if nobody did."""
     try:
         return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))
-    except (PermissionError, safe_read.NotPlain):  # somebody's who shares nothing that he makes, or a folder
+    except (PermissionError, safe_read.NotPlain):  # of a user whose files are private, or a folder
         return BY_PERSON
-    except OSError:  # there is none, or a file server does not tell now
+    except OSError:  # there is none, or a file server does not answer now
         return None
 
 

@@ -40,14 +40,14 @@ class Tickets:
         return max(self.taken(), default=0)
 
     def make_folder(self) -> None:
-        """Makes the folder. Raises RunFailed where it cannot be made."""
+        """Makes the folder. Raises RunFailed if it cannot be made."""
         try:
             make_folder(self.folder, self.run)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
     def claim(self, number: int, content: bytes) -> bool:
-        """Takes this number; False where another process has it. Raises RunFailed where it cannot be written."""
+        """Takes this number; False if another process has it. Raises RunFailed if it cannot be written."""
         self.make_folder()
         return create_exclusively(self.path(number), content, self.run)
 

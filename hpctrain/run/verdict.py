@@ -17,7 +17,7 @@ BY_SUPERVISOR = (
 )
 """Codes of what a supervisor finds out. They have the same name in the field ``cause``."""
 BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
-"""What verdicts that have no code tell by their field ``cause``."""
+"""What the field ``cause`` means in verdicts without a code."""
 
 
 class Action(StrEnum):
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def cause(self) -> str | None:
-        """The field of run.json that is older than codes; none where nothing failed."""
+        """The field of run.json that is older than codes; none if nothing failed."""
         if self.before_ranks:
             return "preflight"
         if self.code is Code.IN_USE:
@@ -84,7 +84,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Verdict | None:
-        """What ``to_json`` gave, with fields of the types that they should have; None where it says nothing."""
+        """What ``to_json`` gave, with fields of the types that they should have; None if it says nothing."""
         action, exit_code, cause = saved.get("action"), saved.get("exit_code"), saved.get("cause")
         if action not in set(Action):
             return None

@@ -110,7 +110,7 @@ class RunView:
         return read_events(self._run)
 
     def events_from(self, offset: int, most_bytes: int) -> tuple[list[Event], int]:
-        """Events that rank 0 wrote, in its order, and where to go on; for readers that keep their place themselves.
+        """Events that rank 0 wrote, in its order, and where to continue; for readers that keep their place themselves.
 
         Args:
             offset: what the last call returned, 0 at first.
@@ -165,7 +165,7 @@ class RunView:
         )
 
     def _complete(self, found: RunSnapshot) -> RunSnapshot:
-        """With what only the listing of folders tells."""
+        """With what only a listing of folders shows."""
         numbers = {attempt.number for attempt in found.attempts} | set(range(1, found.progress.attempt + 1))
         asked = requested_stop(self._run)
         return dataclasses.replace(

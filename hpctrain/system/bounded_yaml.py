@@ -29,7 +29,6 @@ class BoundedLoader(yaml.SafeLoader):
         """By node, which all live as long as this: characters that it stands for, and levels."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """See Composer."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > DEEPEST:
@@ -56,7 +55,7 @@ class BoundedLoader(yaml.SafeLoader):
         return VALUE + sum(size for size, _ in measured), 1 + max((levels for _, levels in measured), default=0)
 
     def construct_whole(self, node: yaml.Node) -> int:
-        """A whole number, but for those that Python refuses to write out again."""
+        """A whole number, except those that Python refuses to write out again."""
         if len(node.value) > MOST_DIGITS:
             what = f"the number has more than {MOST_DIGITS} digits"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
@@ -65,7 +64,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def _refuse(loader: BoundedLoader, node: yaml.Node) -> Any:
-    raise yaml.constructor.ConstructorError(None, None, f"values of {node.tag} have no use here", node.start_mark)
+    raise yaml.constructor.ConstructorError(None, None, f"values of {node.tag} are not allowed here", node.start_mark)
 
 
 BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_whole)

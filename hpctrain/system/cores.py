@@ -14,14 +14,14 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, or a container's quota where that is less."""
+    """Cores this process may use: its affinity, or a container's quota if that is less."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """Compute threads of each of so many ranks on so many cores."""
+    """Compute threads of each rank, for a number of ranks on a number of cores."""
     share = max(1, cores // ranks)
     return share - 1 if share >= HELPED_SHARE else share
 

@@ -27,7 +27,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Diverted(OSError):
-    """Something that leads elsewhere, such as a link, in the place of a file or folder of our own."""
+    """Something that leads elsewhere, such as a link, in place of a file or folder of our own."""
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def opened(folder: Path, root: Path | None = None, make: bool = False) -> Iterat
     Args:
         folder: the folder.
         root: itself or one above it; no link is followed below.
-        make: make it where it is missing, and ``root`` with its parents.
+        make: make it if it is missing, and ``root`` with its parents.
 
     Raises:
         Diverted: a part of the path below ``root`` is a link.
@@ -156,7 +156,7 @@ def replacement(path: Path) -> Iterator[Path]:
 
 
 def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> bool:
-    """Makes a file with this content; False where it exists. Exactly one of many callers gets True, on NFS too.
+    """Makes a file with this content; False if it exists. Exactly one of many callers gets True, on NFS too.
 
     Raises:
         RunFailed: it cannot be written.
@@ -190,7 +190,7 @@ def append_bytes(path: Path, lines: bytes, root: Path | None = None) -> int:
 
 
 def overwrite(path: Path, content: bytes, root: Path | None = None) -> None:
-    """Writes over a file's beginning, in place: that works on a full disk, too. Makes the file where it is missing.
+    """Writes over a file's beginning, in place: that works on a full disk, too. Makes the file if it is missing.
 
     Raises OSError.
     """

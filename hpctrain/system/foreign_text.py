@@ -1,4 +1,4 @@
-"""Text that somebody else may have written, on this terminal: shown, never obeyed.
+"""Text that someone else may have written, on this terminal: shown, never obeyed.
 
 Everything that hpctrain prints goes through ``show``. Files of a run folder, job names and host names are written by
 others, and a terminal takes parts of what it is given for commands: to hide lines, to rename its window, to paste.

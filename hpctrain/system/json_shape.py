@@ -12,7 +12,7 @@ from typing import Any
 Fits = Callable[[object], bool]
 Shape = Any
 """int, float (any finite number), str, bool, None; dict, list (of anything); [shape]; {str: shape}; {"key": shape},
-where it may be missing and others stand beside it; (one, other) for any of these; a function that tells."""
+in which it may be missing and others may stand beside it; (one, other) for any of these; a function that decides."""
 
 LARGEST = 2**63
 """Whole numbers beyond are of no use, and overflow arrays."""
@@ -41,7 +41,7 @@ def is_time(value: object) -> bool:
 
 
 def fits(shape: Shape) -> Fits:
-    """The function that tells whether a value has a shape."""
+    """The function that says whether a value has a shape."""
     if shape in (int, float):
         return is_whole if shape is int else is_number
     if shape is None or isinstance(shape, type):
@@ -76,7 +76,7 @@ def without_misfits(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], dict[
 
 
 def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], str | None]:
-    """The function that names a mapping's first key whose value has another shape; None where all fit."""
+    """The function that names a mapping's first key whose value has another shape; None if all fit."""
     checks = {key: fits(each) for key, each in shape.items()}
 
     def first(value: dict[str, Any]) -> str | None:

@@ -21,13 +21,13 @@ SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
 GONE = ""
 """The process has ended, or its number is another's now."""
 UNSEEN = "?"
-"""The observer could not look (no descriptors, no memory, no permission), which is no evidence of anything."""
+"""The observer could not look (no descriptors, no memory, no permission), which is not evidence of anything."""
 TETHER = "HPCTRAIN_TETHER"
 """Environment variable: ranks must die with the process that started them."""
 
 
 def birth(pid: int) -> float:
-    """When a process started, in clock ticks since boot: tells it from a later one of its number. 0 if it is gone."""
+    """When a process started, in clock ticks since boot: sets it apart from a later one. 0 if it is gone."""
     try:
         return float(_stat(pid)[19])
     except OSError:
@@ -56,7 +56,7 @@ def is_alive(pid: int, born: float) -> bool:
 
 
 def machine() -> str:
-    """This boot and process namespace: where two processes agree on it, a process number means the same to both."""
+    """This boot and process namespace: if two processes agree on it, a process number means the same to both."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -109,7 +109,7 @@ def end_descendants(patience_s: float) -> list[int]:
 
 
 def kernel_killed_for_memory(pid: int) -> bool:
-    """Whether the kernel's log says that it killed this process for memory. False where the log cannot be read."""
+    """Whether the kernel's log says that it killed this process for memory. False if the log cannot be read."""
     try:
         handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -26,9 +26,9 @@ def code(text: str) -> list[str]:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment in which such a process finds this package, also where it is not installed but lies on a path."""
+    """The environment in which such a process finds this package, also if it is not installed but lies on a path."""
     folders = [folder for folder in environ.get(SEARCH_PATH, "").split(os.pathsep) if folder]
-    # Before the standard library is no place for everything that is installed; there it is found anyway.
+    # Before the standard library is not the place for everything that is installed; there it is found anyway.
     if ROOT not in (*folders, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         folders.insert(0, ROOT)
     given = {name: value for name, value in environ.items() if name != SEARCH_PATH}

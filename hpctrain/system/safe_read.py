@@ -1,6 +1,6 @@
-"""Files that somebody else may have put there, such as those of a run folder: read in bounded time and memory, or not.
+"""Files that someone else may have put there, such as those of a run folder: read in bounded time and memory, or not.
 
-A pipe would have its reader wait for ever, a device is no file, a small text may stand for gigabytes of objects.
+A pipe would have its reader wait for ever, a device is not a file, a small text may stand for gigabytes of objects.
 Every reader of run folders and run files reads through here.
 """
 
@@ -34,7 +34,7 @@ KINDS = (
 
 
 class NotPlain(OSError):
-    """A folder, pipe, socket or device in the place of a plain file."""
+    """A folder, pipe, socket or device in place of a plain file."""
 
 
 class TooLarge(OSError):
@@ -94,7 +94,7 @@ def parse_json(content: bytes) -> Any:
     Raises:
         ValueError: it is not JSON, nested without end, or more than MOST_VALUES values.
     """
-    # Where there are so many, counting costs little beside parsing; marks inside of strings count, too.
+    # If there are so many, counting costs little beside parsing; marks inside strings count, too.
     if len(content) > MOST_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES} values")
     try:

@@ -64,7 +64,7 @@ def shapes(batch: Mapping[str, Any]) -> str:
 def target_of(fields: Sequence[str], loss: str) -> str:
     """The array that a stock loss compares outputs with: of two the one that the model does not get.
 
-    Raises UserError where there are more, or fewer.
+    Raises UserError if there are more, or fewer.
     """
     if len(fields) != 2:
         raise UserError(
@@ -80,7 +80,7 @@ def no_such_loss(name: str, known: Sequence[str]) -> UserError:
 
 
 def not_called(name: str) -> UserError:
-    """A class in the place of an object."""
+    """A class in place of an object."""
     return UserError(f"loss={name} is a class", f"make an object of it: loss={name}()")
 
 
@@ -93,7 +93,7 @@ def no_mean(name: str) -> UserError:
 
 
 def require_callables(task: Any, framework: str) -> None:
-    """Raises UserError where a field of a task is not a function but should be one."""
+    """Raises UserError if a field of a task is not a function but should be one."""
     for name, value in (("model", task.model), ("optimizer", task.optimizer)):
         if isinstance(value, (type, str, types.FunctionType)) or value is None:
             kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hpctrain.train.hooks import Hook
 
 Score = Any
-"""A scalar tensor, the mean over the batch's samples; or two, (sum, weight), where samples weigh differently."""
+"""A scalar tensor, the mean over the batch's samples; or two, (sum, weight), if samples weigh differently."""
 
 
 def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
@@ -37,11 +37,11 @@ class Task:
     """torch.nn.Module, or keras.Model on the TensorFlow backend."""
     loss: Any
     """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
-    own losses, where samples hold two arrays: the second one is the target."""
+    own losses, if samples hold two arrays: the second one is the target."""
     optimizer: Any
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
     train: Any
-    """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, a hpctrain dataset, a torch
+    """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, an hpctrain dataset, a torch
     Dataset, a tf.data.Dataset, or a function that returns one of these."""
     validation: Any = None
     """Validation data, likewise."""
@@ -53,7 +53,7 @@ class Task:
     """transform(sample, rng) of one training sample (dict of NumPy arrays); rng is a NumPy Generator keyed by (seed,
     epoch, sample). With data.workers it must be importable: a top-level function, or a functools.partial of one."""
     schedule: Callable[[int], float | Sequence[float]] | TorchScheduler | None = None
-    """Learning rate, where the run file has no schedule: schedule(step) is the factor on the optimizer's own rate for
+    """Learning rate, if the run file has no schedule: schedule(step) is the factor on the optimizer's own rate for
     the update after ``step`` done ones, or a sequence of one for each of its parameter groups; or a TorchScheduler."""
     collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None
     """collate(samples) makes one micro-batch of a list of samples (dicts of NumPy arrays), for training and for
@@ -61,7 +61,7 @@ class Task:
     be equal in shape. ``hpctrain.pad`` is one for samples of variable length. Importable, as transform is."""
     sampler: Callable[[Any], Any] | None = None
     """sampler(epoch) names the training samples of an epoch in order, in place of data.shuffle: int64[n], with the same
-    n in all epochs. ``epoch`` is a ``hpctrain.Epoch``; see WeightedSampler, LengthGroupedSampler, CurriculumSampler."""
+    n in all epochs. ``epoch`` is an ``hpctrain.Epoch``; WeightedSampler and others are ready-made."""
     hooks: Sequence[Hook] = ()
     """Attached to the training loop behind hpctrain's own; their state is part of checkpoints."""
 

@@ -16,7 +16,7 @@ from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 
 
 def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: Callable[[], None]) -> Task:
-    """Imports the task function and calls it with its arguments and, where it takes one, the world.
+    """Imports the task function and calls it with its arguments and, if it takes one, the world.
 
     Args:
         reference: ``package.module:function`` or ``path/file.py:function``.

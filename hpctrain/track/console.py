@@ -15,7 +15,7 @@ PLAIN_EVERY_S = 1.0
 
 
 def make_console(columns: int, stream: TextIO | None = None) -> PlainConsole | BarConsole:
-    """The sink that fits a terminal of so many columns, 0 for none."""
+    """The sink that fits a terminal of this many columns, 0 for none."""
     stream = stream or sys.stdout
     return BarConsole(columns, stream) if columns else PlainConsole(stream)
 
@@ -28,7 +28,6 @@ class PlainConsole:
         self.last_line = 0.0
 
     def event(self, event: Event) -> None:
-        """See Sink."""
         now = time.monotonic()
         is_soon = now - self.last_line < PLAIN_EVERY_S
         if isinstance(event, Train) and is_soon and event.step < (event.total_steps or 0):
@@ -66,7 +65,6 @@ class BarConsole:
         self.bar: Any = None
 
     def event(self, event: Event) -> None:
-        """See Sink."""
         if isinstance(event, RunStarted):
             self.progress.console.print(describe(event))
             total = event.total_steps or 0
@@ -79,7 +77,6 @@ class BarConsole:
             self.progress.console.print(line)
 
     def close(self) -> None:
-        """See Sink."""
         self.progress.stop()
 
 

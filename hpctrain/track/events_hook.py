@@ -35,7 +35,7 @@ class EventsHook(BaseHook):
     ranks' sums are added in one exchange. Rank 0 writes.
 
     Args:
-        writer: of events.jsonl; closed here, for nothing is told later.
+        writer: of events.jsonl; closed here, because nothing is reported later.
         clock: gives the seconds of each phase.
         every_steps: length of an interval.
         sinks: get the same events; of rank 0.
@@ -55,14 +55,12 @@ class EventsHook(BaseHook):
         self.has_started = False
 
     def before_fit(self, training: Training) -> None:
-        """See Hook."""
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
         self.clock.take()
         self.began = self.interval_began = time.time()
         self.first_step, self.samples = training.state.step, training.state.samples
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         self.results.append(result)
         if not self.has_started:  # the reducer is known only now
             self.start(training)
@@ -71,14 +69,12 @@ class EventsHook(BaseHook):
         return None
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """See Hook."""
         if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
             self.start(training)
         self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
         return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook."""
         if not self.has_started:
             self.start(training)
         if self.results:
@@ -88,7 +84,6 @@ class EventsHook(BaseHook):
         self.emit(training, RunFinished(step=step, reason=reason.value, steps=steps, seconds=seconds))
 
     def close(self) -> None:
-        """See Hook."""
         self.writer.close()
         for sink in self.sinks:
             with suppress(OSError):
@@ -121,7 +116,7 @@ class EventsHook(BaseHook):
         add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
         training.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, training.world.data, "report the interval's means")
-        training.clock.mark(Phase.EXCHANGE)  # waiting for others is no rank's own work
+        training.clock.mark(Phase.EXCHANGE)  # waiting for others is not a rank's own work
         state, now = training.state, time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now

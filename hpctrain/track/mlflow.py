@@ -27,7 +27,7 @@ MOST_BYTES = 1 << 16
 
 
 class MlflowSink:
-    """Starts the follower with the first event and tells it when the attempt is over.
+    """Starts the follower with the first event and informs it when the attempt is over.
 
     The follower reads the run's events and keeps its position in <run folder>/mlflow.json: what a dead server missed is
     sent when it is back, by this attempt, the next one, or ``hpctrain track sync``.
@@ -45,7 +45,7 @@ class MlflowSink:
         self.told = False
 
     def event(self, event: Event) -> None:
-        """See Sink. The events themselves reach the follower through the file."""
+        """The events themselves reach the follower through the file."""
         if self.follower is None:
             words = [str(self.run_dir.path), self.uri, self.experiment]
             with contextlib.suppress(OSError), self._log() as log:
@@ -64,7 +64,7 @@ class MlflowSink:
         return os.fdopen(open_log(self.run_dir.logs / "mlflow.out", self.run_dir.path), "ab")
 
     def close(self) -> None:
-        """See Sink. Waits while the server takes what is left, and hardly at all for one that does not answer."""
+        """Waits while the server takes what is left, and only briefly for one that does not answer."""
         if self.follower is None or self.follower.stdin is None:
             return
         with contextlib.suppress(OSError):

@@ -108,7 +108,7 @@ class Follower:
             self.client.log_batch(self.run_id, metrics=metrics[begin : begin + BATCH])
 
     def finish(self, event: RunFinished) -> None:
-        """Artifacts and status; a stopped run goes on under the same id when it is resumed."""
+        """Artifacts and status; a stopped run continues under the same id when it is resumed."""
         for path in self.view.records():
             self.client.log_artifact(self.run_id, str(path))
         status = "KILLED" if event.reason == Outcome.STOPPED_BY_RANKS else "FINISHED"
@@ -127,11 +127,11 @@ class Follower:
 
 
 def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
-    """Sends until the run is over and everything is sent; False where the run is over and the server does not take it.
+    """Sends until the run is over and everything is sent; False if the run is over and the server does not take it.
 
     Args:
         follower: sends.
-        is_over: waits so many seconds for the end of the run, and says whether it has come.
+        is_over: waits up to a number of seconds for the end of the run, and says whether it has come.
     """
     over = False
     while True:

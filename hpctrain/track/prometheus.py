@@ -39,7 +39,6 @@ class PrometheusSink:
         self.gauges: dict[str, Any] = {}
 
     def event(self, event: Event) -> None:
-        """See Sink."""
         values = {"step": event.step, "attempt": event.attempt, "time": event.time, **scalars(event)}
         values["finished"] = float(isinstance(event, RunFinished))
         for name, value in values.items():
@@ -51,4 +50,4 @@ class PrometheusSink:
             self.write(self.path, self.registry)
 
     def close(self) -> None:
-        """See Sink. The last values stay."""
+        """The last values stay."""

@@ -21,7 +21,7 @@ CLOSE_S = 10.0
 class TensorBoardSink:
     """Writes through tensorboardX, in a thread.
 
-    tensorboardX has one itself; where that ends, for a full disk, whoever adds a scalar would wait for ever.
+    tensorboardX has one itself; if that ends, on a full disk, adding a scalar would block for ever.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class TensorBoardSink:
         self.thread: threading.Thread | None = None
 
     def event(self, event: Event) -> None:
-        """See Sink. What an earlier attempt wrote beyond this attempt's first step is hidden by TensorBoard."""
+        """What an earlier attempt wrote beyond this attempt's first step is hidden by TensorBoard."""
         if self.thread is None:
             self.thread = threading.Thread(target=self.write, daemon=True, name="tensorboard")
             self.thread.start()
@@ -47,7 +47,6 @@ class TensorBoardSink:
             self.waiting.put_nowait(event)
 
     def close(self) -> None:
-        """See Sink."""
         self.is_over.set()
         if self.thread is not None:
             with suppress(queue.Full):

@@ -35,7 +35,7 @@ class StepClock(Protocol):
         """The time since the last mark belongs to this phase."""
 
     def end_step(self, work: float) -> None:
-        """A step is complete; ``work``: what it had to do (samples or tokens), to tell slow ranks from loaded ones."""
+        """A step is complete; ``work``: what it had to do (samples or tokens), which excuses loaded ranks."""
 
 
 class IntervalClock:
@@ -46,7 +46,6 @@ class IntervalClock:
         self.last = time.perf_counter()
 
     def mark(self, phase: Phase) -> None:
-        """See StepClock."""
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last = now

@@ -28,7 +28,7 @@ class EarlyStop(BaseHook):
         return self._verdict()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Every rank holds the same averages, so all decide alike."""
+        """Every rank holds the same averages, so all decide the same."""
         watched = self.config.metric
         if watched is None or watched not in metrics:
             raise UserError(
@@ -43,7 +43,6 @@ class EarlyStop(BaseHook):
         return self._verdict()
 
     def state_dict(self) -> dict[str, Any]:
-        """See Hook."""
         return {
             "metric": self.config.metric,
             "mode": self.config.mode,

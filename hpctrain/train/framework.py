@@ -25,14 +25,14 @@ class NonFiniteLoss(Exception):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(f"loss or gradient is not finite on ranks {list(ranks)}")
         self.ranks = list(ranks)
-        """Data-group ranks whose own loss or gradient is at fault; empty where only the sum over ranks overflowed."""
+        """Data-group ranks whose own loss or gradient is at fault; empty if only the sum over ranks overflowed."""
 
 
 class StepResult(Protocol):
     """What one update gave. Values may still be on a device: reading them waits for it."""
 
     def sums(self) -> Sums:
-        """This rank's (sum, weight) of ``loss`` and, where known, ``grad_norm`` (weight 1)."""
+        """This rank's (sum, weight) of ``loss`` and, if known, ``grad_norm`` (weight 1)."""
 
 
 class Framework(Protocol):
@@ -53,13 +53,13 @@ class Framework(Protocol):
     def set_learning_rate(self, factors: Factors) -> None:
         """Multiplies the optimizer's own learning rates, as they were when the task was made; ``OwnRates`` leaves them.
 
-        Raises UserError where there are not as many factors as parameter groups.
+        Raises UserError if there are not as many factors as parameter groups.
         """
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         """Forward, backward, exchange, update, over this rank's part of a global batch of ``global_samples`` samples.
 
-        Raises NonFiniteLoss, on every rank alike, where no loss scaling is there to skip the step.
+        Raises NonFiniteLoss, on every rank, if no loss scaling is there to skip the step.
         """
 
     def dry_call(self, batch: HostBatch) -> None:
@@ -105,4 +105,4 @@ class Framework(Protocol):
         """SHA-256 over the model's parameters in a fixed order, hexadecimal."""
 
     def close(self) -> None:
-        """Releases what the framework holds outside of Python's reach."""
+        """Releases what the framework holds outside Python's reach."""

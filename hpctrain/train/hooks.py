@@ -31,7 +31,7 @@ class Hook(Protocol):
     - Every method is called on every rank, from the main thread, at the same step, in the order in which the hooks
       were given. So a hook may use the collectives of ``training.world``'s groups, as long as every rank makes the
       same calls.
-    - A reason to stop must be returned by all ranks at the same step: decide from what all ranks know alike, such as
+    - A reason to stop must be returned by all ranks at the same step: decide from what is equal on all ranks, such as
       the step or validation metrics, or agree by a collective first.
     - ``state_dict`` returns equal state on all ranks. ``state_dict``, ``load_state_dict`` and ``close`` talk to no
       other rank.
@@ -119,36 +119,36 @@ class BaseHook:
 
     @property
     def name(self) -> str:
-        """See Hook."""
+        """The name of the class: override it to rename the class later."""
         return type(self).__name__
 
     def before_fit(self, training: Training) -> StopReason | None:
-        """See Hook."""
+        """Does nothing."""
         return None
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
+        """Does nothing."""
         return None
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """See Hook."""
+        """Does nothing."""
         return None
 
     def end_step(self, training: Training) -> None:
-        """See Hook."""
+        """Does nothing."""
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook."""
+        """Does nothing."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See Hook."""
+        """No state."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See Hook."""
+        """Takes over nothing."""
 
     def close(self) -> None:
-        """See Hook."""
+        """Nothing to release."""
 
 
 class RateHook(BaseHook):

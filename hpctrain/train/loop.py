@@ -43,7 +43,14 @@ class Trainer(Training):
     """Of the last evaluation."""
 
     def fit(self) -> RunSummary:
-        """Trains from where the state stands to the end of the plan, or until a hook ends it."""
+        """Trains from where the state stands to the end of the plan, or until a hook ends it. Collective.
+
+        Returns:
+            Why the loop ended, its last step, the seconds it took, and the last validation metrics.
+
+        Raises:
+            NoRequeue: the loss is not finite.
+        """
         begin = time.monotonic()
         reason = first_reason([hook.before_fit(self) for hook in self.hooks]) or self.run_steps()
         for hook in self.hooks:

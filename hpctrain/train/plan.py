@@ -32,7 +32,7 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, batches_per_epoch: int) -> Plan:
-    """The plan of a run over data with so many global batches an epoch."""
+    """The plan of a run over data with this number of global batches an epoch."""
     if config.steps is not None:
         total = config.steps
     else:

@@ -34,11 +34,10 @@ class Plateau(RateHook):
         self.cooldown = 0
 
     def adjusted(self, schedule: Schedule) -> Schedule:
-        """See RateHook."""
         return lambda step: first_factor(schedule(step)) * self.factor
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Every rank holds the same averages, so all decide alike."""
+        """Every rank holds the same averages, so all decide the same."""
         if self.config.metric not in metrics:
             raise UserError(
                 f"schedule.plateau.metric is {self.config.metric!r}, which the task does not report",
@@ -56,7 +55,6 @@ class Plateau(RateHook):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """See Hook."""
         return {
             "factor": self.factor,
             "best": self.best,
@@ -65,6 +63,5 @@ class Plateau(RateHook):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See Hook."""
         self.factor, self.best = saved["factor"], saved["best"]
         self.evaluations_since_best, self.cooldown = saved["evaluations_since_best"], saved["cooldown"]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.train.training import Training
 
 STEPS = 5
-"""That are profiled where no last one is given."""
+"""Steps that are profiled if no last one is given."""
 
 
 class Profiler(Protocol):
@@ -36,7 +36,7 @@ class Profile(BaseHook):
     Args:
         config: which steps and ranks; ``first_step`` is given.
         profiler: the framework's.
-        warn: tells the user that a trace could not be written; training goes on.
+        warn: tells the user that a trace could not be written; training continues.
     """
 
     def __init__(self, config: ProfileConfig, profiler: Profiler, warn: Callable[[str], None]) -> None:
@@ -48,20 +48,17 @@ class Profile(BaseHook):
         self.records = False
 
     def before_fit(self, training: Training) -> None:
-        """See Hook."""
         self._look(training)
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         self._look(training)
         return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook. A run that ends between the two steps leaves what it has."""
+        """A run that ends between the two steps leaves what it has."""
         self._stop()
 
     def close(self) -> None:
-        """See Hook."""
         self.profiler.abandon()
 
     def _look(self, training: Training) -> None:

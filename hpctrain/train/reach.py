@@ -27,7 +27,7 @@ class Place:
     """Names from the root on, joined by dots; empty for the root itself."""
     value: Any
     put: Callable[[Any], None] | None = None
-    """Puts another value there; None where nothing can be."""
+    """Puts another value there; None if nothing can be."""
 
 
 def own_attributes(value: Any, own: bool) -> Iterable[str]:
@@ -52,7 +52,7 @@ class Reach:
     is_end: Callable[[Any], bool] = nothing
     """Whether a value is given without going into it."""
     attributes: Callable[[Any, bool], Iterable[str]] = own_attributes
-    """attributes(value, own): names of the attributes to go into; ``own`` tells whether the class is the user's."""
+    """attributes(value, own): names of the attributes to go into; ``own`` says whether the class is the user's."""
     key_name: Callable[[Any], str | None] = plain_key
     """What a key of a dict is called in paths; None leaves the item out."""
 

@@ -62,7 +62,7 @@ def scale(rule: str, growth: float) -> float:
 def warm_up(step: int, warmup_steps: int, peak: float) -> float:
     """Gradual warm-up (Goyal et al. 2017, section 2.2): from the unscaled rate to ``peak``, by equal steps.
 
-    Where the rate is not scaled up there is nothing to climb from, so it starts at zero.
+    If the rate is not scaled up there is nothing to climb from, so it starts at zero.
     """
     start = 1.0 if peak > 1 else 0.0
     return start + (peak - start) * (step + 1) / warmup_steps

@@ -38,7 +38,11 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Takes over what ``to_json`` gave; earlier versions kept more here."""
+        """Takes over a saved position.
+
+        Args:
+            saved: what ``to_json`` gave; further keys, which earlier versions wrote, are ignored.
+        """
         for key in dataclasses.asdict(self):
             setattr(self, key, saved[key])
 
@@ -57,7 +61,7 @@ class StateTensor(Protocol):
 
     @property
     def name(self) -> str:
-        """Slash-separated, and independent of the framework where both know the thing: ``model/dense/kernel``."""
+        """Slash-separated, and independent of the framework if both know the thing: ``model/dense/kernel``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,12 +102,11 @@ class ArrayTensor:
         """Of the array."""
         return self.array.shape
 
-    @cached_property  # NumPy looks names up anew each time
+    @cached_property  # NumPy looks names up again each time
     def dtype(self) -> str:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """See StateTensor."""
         part = self.array[first_row : first_row + len(out)] if out.ndim else self.array
         np.copyto(out, part, casting="no")

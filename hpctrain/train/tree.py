@@ -44,7 +44,7 @@ def take_apart(value: Any, describe: Callable[[Any], Any], where: str) -> Tree:
     Args:
         value: None, truth values, numbers, strings, leaves, and dicts (keys: strings, whole numbers), lists and tuples
             of them.
-        describe: what ``put_together`` has to know of a leaf, JSON-able; None where a value is no leaf.
+        describe: what ``put_together`` has to know of a leaf, JSON-able; None if a value is not a leaf.
         where: names the value in errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compares the weights of all ranks now and then: where they drifted apart, the ranks no longer train one model."""
+"""Compares the weights of all ranks now and then: if they drifted apart, the ranks no longer train one model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 
 
 class VerifyWeights(BaseHook):
-    """Fails the run, on every rank, at the first step where a rank's weights differ from rank 0's in any bit."""
+    """Fails the run, on every rank, at the first step at which a rank's weights differ from rank 0's in any bit."""
 
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         step, group = training.state.step, training.world.data
         if step % self.every_steps == 0:
             hashes = group.allgather(training.framework.weights_hash(), "compare the weights")

@@ -51,7 +51,7 @@ ASCII = Glyphs("_.-:=+*#", "#", ".", "=", "-")
 
 
 def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Text]:
-    """The view in at most so many columns and lines; ranks get the lines that the rest leaves."""
+    """The view, at most ``width`` columns wide and ``height`` lines high; ranks get the lines that the rest leaves."""
     head = [*_head(view, width, glyphs), *_curves(view, width, glyphs), *_checkpoint(view), *_phases(view, width)]
     foot = list(_foot(view, width))
     room = max(height - len(head) - len(foot), LEAST_RANKS + 1)
@@ -63,7 +63,7 @@ def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:
-    """A curve of at most so many columns, from its lowest value to its highest."""
+    """A curve of at most this many columns, from its lowest value to its highest."""
     if not values:
         return ""
     groups = np.array_split(np.asarray(values, dtype=np.float64), min(width, len(values)))
@@ -196,7 +196,7 @@ def _phases(view: View, width: int) -> Iterator[Text]:
 
 
 def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
-    """Busy and waiting of each rank; the slowest first where not all have a line."""
+    """Busy and waiting of each rank; the slowest first if not all have a line."""
     if not view.ranks:
         return
     number_of = max(view.num_ranks or 0, len(view.ranks))

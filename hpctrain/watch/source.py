@@ -18,7 +18,7 @@ PORTION_S = 0.5
 QUEUE_S = 30.0
 """Seconds between two questions to Slurm."""
 ANSWER_S = 0.2
-"""Wait for an answer that may be quick, before one goes on without it."""
+"""Wait for an answer that may be quick, before the view continues without it."""
 
 
 class Source:
@@ -38,7 +38,7 @@ class Source:
         has_ended = found.newest is not None and found.newest.ended is not None
         job = self.queue.ask((len(found.attempts), has_ended), wait=whole)
         shown = make(found, time.time(), job, self.queue.age_s)
-        if self.queue.is_asking or found.is_behind:  # what comes yet may tell that it goes on
+        if self.queue.is_asking or found.is_behind:  # what is still to come may show that it continues
             return replace(shown, state=replace(shown.state, is_over=False))
         return shown
 
@@ -64,7 +64,7 @@ class Queue:
         return self.thread is not None and self.thread.is_alive()
 
     def ask(self, occasion: object, wait: bool) -> QueueEntry | None:
-        """The last answer; asks anew when it is old, or the occasion is another one than last time.
+        """The last answer; asks again when it is old, or the occasion is another one than last time.
 
         Args:
             occasion: the state of the run as far as it bears on its job.
@@ -81,7 +81,7 @@ class Queue:
         return self.entry
 
     def refresh(self) -> None:
-        """Asks. Where there is no Slurm, or it does not answer, nothing is known."""
+        """Asks. If there is no Slurm, or it does not answer, nothing is known."""
         try:
             jobs = status.jobs_of(self.run)
             self.entry = status.newest(jobs, status.known([jobs]))

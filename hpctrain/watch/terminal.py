@@ -1,4 +1,4 @@
-"""The live view: draws on the terminal until the run has ended or somebody has seen enough."""
+"""The live view: draws on the terminal until the run has ended or the user quits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def print_once(view: View, console: Console) -> None:
 
 
 def glyphs_for(console: Console) -> Glyphs:
-    """Blocks, where the output can show them."""
+    """Blocks, if the output can show them."""
     try:
         UNICODE.levels.encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
@@ -62,7 +62,7 @@ def glyphs_for(console: Console) -> Glyphs:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds for a key that ends the view, and says whether it came."""
+    """A function that waits up to a number of seconds for a key that ends the view, and says whether it came."""
     if not sys.stdin.isatty():
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return

@@ -90,7 +90,7 @@ class View:
 
 
 def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_s: float = 0.0) -> View:
-    """The view of what was read, at a time (Unix seconds), with the job that Slurm told of some seconds ago."""
+    """The view of what was read, at a time (Unix seconds), with the job as Slurm reported it some seconds ago."""
     progress, newest = found.progress, found.newest or Attempt()
     train, started = progress.newest(Train) or Train(step=0), progress.newest(RunStarted) or RunStarted(step=0)
     stands = found.state(now, job)
@@ -134,7 +134,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
 
 
 def _limit_in(job: QueueEntry | None, age_s: float) -> float | None:
-    """Slurm's time left; None where it says none (no limit, invalid)."""
+    """Slurm's time left; None if it says none (no limit, invalid)."""
     try:
         left = seconds(job.left) if job is not None else None
     except UserError:

@@ -145,7 +145,7 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
     with started("run", "-n", 1, path, env={"STEP_S": "0.02"}) as child:
         wait_for("step", reaches_step(run, 30))
         page = opened(run)
-        assert "The run goes on" in page.dom
+        assert "The run is under way" in page.dom
         *_, (_, _, _, _, _, ending) = page.rows("attempts")
         assert ending == "running"
         check_loss(

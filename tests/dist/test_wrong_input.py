@@ -238,7 +238,7 @@ def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
 def test_a_disk_that_is_full_when_events_are_written_costs_the_events_not_the_run(tmp_path):
     result = run_on_a_disk_that_fills(tmp_path, checkpoint={"enabled": False})
     assert result.returncode == 0, result.output
-    assert result.output.count("events.jsonl cannot be written: No space left on device; training goes on") == 1
+    assert result.output.count("events.jsonl cannot be written: No space left on device; training continues") == 1
     assert re.search("events of this run that are lost: 2[0-9][0-9]", result.output), result.output
     assert "completed at step 300" in result.stdout and '"event": "train"' in result.stdout
     assert "Traceback" not in result.output

@@ -139,7 +139,7 @@ def test_the_wrong_mpi_type_is_caught_before_the_ranks_start(train: Callable[...
     run.wait(job, "FAILED", timeout=40)
     verdict = first_verdict(run)
     assert verdict["exit_code"] == 64
-    assert "each believe to be alone" in str(verdict["reason"]) and "launch.slurm.mpi: pmix" in str(verdict["fix"])
+    assert "each believe they are alone" in str(verdict["reason"]) and "launch.slurm.mpi: pmix" in str(verdict["fix"])
     assert not run.events("run_started")
     assert run.cause() == "singletons"
 

@@ -1,6 +1,6 @@
 """Program of ``hpctrain bench scaling`` for all ranks: seconds of an exchange by size. Knows no framework.
 
-Sums are formed as runs do it on CPUs: through shared memory where ranks share a node; between nodes both by MPI's
+Sums are formed as runs do it on CPUs: through shared memory if ranks share a node; between nodes both by MPI's
 Allreduce and by our ring.
 """
 

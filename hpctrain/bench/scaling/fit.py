@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True)
 class ExchangeModel:
-    """Rings inside of a node and between nodes; None where nothing measured tells of it."""
+    """Rings inside a node and between nodes; None if nothing was measured of it."""
 
     inside: Link | None = None
     between: Link | None = None

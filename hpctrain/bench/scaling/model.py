@@ -50,7 +50,7 @@ class Gradients:
 
     bytes: int
     through_mpi: bool
-    """By the means of the measured exchanges for sure. Horovod may have faster ones (NCCL); where it is faster, the
+    """By the means of the measured exchanges for sure. Horovod may have faster ones (NCCL); if it is faster, the
     model gives the shape of the curve only."""
 
 
@@ -63,9 +63,9 @@ class StepModel:
     exchange: ExchangeModel
     gradients: Gradients
     scale: float = 1.0
-    """Exchanges of the runs over those of the model, where they go by other means."""
+    """Exchanges of the runs over those of the model, if they go by other means."""
     excess_s: float = 0.0
-    """Exchanges of the runs beyond the model: waiting for slower ranks; negative where backward hides a part."""
+    """Exchanges of the runs beyond the model: waiting for slower ranks; negative if backward hides a part."""
 
     def exchange_s(self, shape: Shape) -> float:
         """The exchange's part of a step."""
@@ -130,7 +130,7 @@ def predict(
 ) -> list[Prediction]:
     """Steps at the given shapes, with bounds. Shapes that were measured keep their measured step.
 
-    The bounds are those of 200 fits to measurements drawn anew from those made (bootstrap), widened by the model's
+    The bounds are those of 200 fits to measurements drawn again from those made (bootstrap), widened by the model's
     worst misfit at measured shapes and by MODEL_ERROR of the exchange. What no measurement holds (slower switches
     further up, another algorithm of the MPI library) the bounds do not hold either.
 
@@ -140,7 +140,7 @@ def predict(
         samples: measured exchanges.
         gradients: what each step exchanges.
         shapes: where to predict.
-        assumed: link between nodes, where none was measured.
+        assumed: link between nodes, if none was measured.
         seed: of the draws.
     """
     best = _model(mode, timings, samples, gradients, assumed)

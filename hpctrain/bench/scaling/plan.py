@@ -35,7 +35,7 @@ class Job:
 
 
 def shapes(config: Config, ranks: Sequence[int], slurm: bool) -> list[Shape]:
-    """Where so many ranks each lie: on this machine, or on nodes that the run file fills.
+    """Where these numbers of ranks run: on this machine, or on nodes that the run file fills.
 
     Raises:
         UserError: a number of ranks that does not fill its nodes.
@@ -112,7 +112,7 @@ def jobs(
 
 
 def further(measured: Shape, nodes_known: bool, cores: int | None, factor: int) -> list[Shape]:
-    """Larger shapes, up to so many times the ranks measured: more nodes as full as those, where a link between nodes is
+    """Larger shapes, up to a multiple of the ranks measured: more nodes as full as those, if a link between nodes is
     known; else more ranks of this node, as long as it has cores."""
     found = []
     size = measured
@@ -127,7 +127,7 @@ def further(measured: Shape, nodes_known: bool, cores: int | None, factor: int) 
 def _training(
     config: Config, name: str, shape: Shape, batch: int, steps: int, threads: int | None, output: Path
 ) -> Config:
-    """The user's run, shortened, and without what is no part of a step."""
+    """The user's run, shortened, and without what is not part of a step."""
     train = dataclasses.replace(
         config.train,
         epochs=None,

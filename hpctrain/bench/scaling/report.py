@@ -18,7 +18,7 @@ class Recommendation:
     """How far it is worth going."""
 
     shape: Shape | None
-    """The largest shape with enough efficiency; None where even the smallest lacks it."""
+    """The largest shape with enough efficiency; None if even the smallest lacks it."""
     sentence: str
 
 
@@ -31,7 +31,7 @@ def recommend(mode: Mode, predictions: Sequence[Prediction], threshold: float) -
     last = good[-1]
     text = f"{mode} scaling: worth it up to {last.shape}, at {_said(last)}"
     if len(good) == len(predictions):
-        return Recommendation(last.shape, f"{text}; nothing larger was looked at")
+        return Recommendation(last.shape, f"{text}; nothing larger was considered")
     after = predictions[len(good)]
     doubt = f", and might still reach {threshold:.0%}" if after.high >= threshold else ""
     share = after.exchange_s / after.step_s
@@ -59,14 +59,14 @@ def mode_result(
         samples: measured exchanges.
         gradients: what a step exchanges.
         larger: shapes beyond those measured.
-        assumed: link between nodes, where none was measured.
+        assumed: link between nodes, if none was measured.
         threshold: least efficiency that is worth it.
     """
     base = timings[0]
     result: dict[str, Any] = {"measured": [_measured(mode, base, each, crowded) for each in timings]}
     fair = [timing for timing in timings if timing.shape not in crowded]
     if len(fair) < 2:
-        sentence = f"{mode} scaling: nothing to recommend, for fewer than two sizes have a core for each thread"
+        sentence = f"{mode} scaling: nothing to recommend, because fewer than two sizes have a core for each thread"
         return result | {"predicted": [], "recommended_ranks": None, "recommendation": sentence}
     if mode == "strong":
         law = fit_amdahl([each.shape.ranks for each in fair], [each.step_s for each in fair])

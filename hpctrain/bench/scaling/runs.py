@@ -133,5 +133,5 @@ def _run(job: Job, words: Sequence[str]) -> None:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise RunFailed(
             f"{job.name} ended with exit code {done.returncode} and without a result:\n{said}",
-            f"hpctrain explain {job.config.run_dir} tells why; the same command then goes on with what is missing",
+            f"hpctrain explain {job.config.run_dir} says why; the same command then resumes with what is missing",
         )

@@ -27,7 +27,6 @@ FACTOR = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli."""
     from hpctrain.config.loading import add_run_file
 
     add_run_file(parser)
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         metavar="GBIT,US",
-        help="bandwidth and latency between nodes to assume where no size spans two: Gbit/s, microseconds",
+        help="bandwidth and latency between nodes to assume if no size spans two: Gbit/s, microseconds",
     )
     parser.add_argument(
         "--threshold",
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli."""
     from hpctrain.bench.scaling import plan, plot, report, runs
     from hpctrain.config.loading import load
     from hpctrain.system.cores import threads_per_rank, usable_cores
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = load(args.run_file, args.overrides)
     if not config.task:
-        raise UserError("launch.command names a plain command, whose steps nobody can time", "name a task")
+        raise UserError("launch.command names a plain command, whose steps cannot be timed", "name a task")
     ranks, assumed = parse_ranks(args.ranks), parse_link(args.link)
     if args.steps < plan.LEAST_STEPS or args.rounds < 1 or not 0 < args.threshold < 1:
         fix = f"give --steps {plan.LEAST_STEPS} or more, --rounds 1 or more, --threshold between 0 and 1"
@@ -113,7 +111,7 @@ def analyse(
         samples: measured exchanges.
         started: the beginning of the largest run.
         crowded: shapes with more threads than cores.
-        assumed: link between nodes, where none was measured.
+        assumed: link between nodes, if none was measured.
         cores: of this machine; None for Slurm jobs.
         threshold: least efficiency that is worth it.
     """
@@ -166,12 +164,12 @@ def warnings(
     if crowded:
         sizes = ", ".join(str(shape.ranks) for shape in crowded)
         found.append(
-            f"{sizes} ranks have more threads than this machine's {cores} cores: efficiency there says nothing of a "
+            f"{sizes} ranks have more threads than this machine's {cores} cores: efficiency there says nothing about a "
             "larger machine, and no fit takes it"
         )
     if not through_mpi:
         found.append(
-            "the runs exchanged by Horovod, the exchange model is of MPI: where the runs were faster than it, as with "
+            "the runs exchanged by Horovod, the exchange model is of MPI: if the runs were faster than it, as with "
             "NCCL, it is scaled to them"
         )
     if slower is not None and slower > WORTH_IT:
@@ -181,7 +179,7 @@ def warnings(
         )
     if not nodes_known:
         found.append(
-            "no size spans two nodes: nothing is said of several; measure with --slurm, or assume a link with --link"
+            "no size spans two nodes: several cannot be predicted; measure with --slurm, or assume a link with --link"
         )
     return found
 

@@ -53,7 +53,7 @@ class Trace:
         return np.asarray(self.spent[:, :, columns].sum(axis=2))
 
     def synchronised(self) -> NDArray[np.float64]:
-        """``spent`` with the exchange as it comes out where all ranks wait for the last one."""
+        """``spent`` with the exchange as it comes out if all ranks wait for the last one."""
         busy = self.busy()
         spent = self.spent.copy()
         spent[:, :, Phase.EXCHANGE] = busy.max(axis=0) - busy + self.transfer

@@ -32,10 +32,10 @@ CALM = 8 * WINDOW
 """Healthy steps before the earliest onset."""
 ACCUSING = (Kind.RANK, Kind.HOST, Kind.PAUSES)
 WHERE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT, None)
-"""Phases that are slowed; None slows all of them alike."""
+"""Phases that are slowed; None slows all of them equally."""
 
 Source = Callable[[int, int, np.random.Generator], Trace]
-"""Makes a healthy trace of so many ranks and steps."""
+"""Makes a healthy trace of this number of ranks and steps."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ Detector = Callable[[Iterator[Window], int], list[Accusation]]
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of all trials with one kind of slow-down."""
+    """The outcome of all trials with one kind of slow-down."""
 
     ranks: int
     where: str

@@ -24,7 +24,7 @@ def model_weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDA
 
     Args:
         loaded: a checkpoint.
-        averaged: take the moving average where a weight has one.
+        averaged: take the moving average if a weight has one.
 
     Raises:
         UserError: there are no weights, or no average.
@@ -57,7 +57,7 @@ def export_safetensors(loaded: Loaded, path: Path, averaged: bool = False) -> No
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file in one go. Raises UserError where it cannot be written."""
+    """Replaces a file in one go. Raises UserError if it cannot be written."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:

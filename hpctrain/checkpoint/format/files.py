@@ -19,7 +19,7 @@ from hpctrain.system.files import sync_folder
 BLOCK_BYTES = 8 << 20
 """Bytes of one system call."""
 NOT_A_FILE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV})
-"""Errors of opening what is no plain file."""
+"""Errors of opening what is not a plain file."""
 REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 """Errors that stay until somebody changes a permission or a mount."""
 
@@ -97,7 +97,7 @@ def reading(path: Path) -> Iterator[int]:
 
 
 def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | UnreadableCheckpoint | UserError:
-    """The one place that tells what cannot be read now from what is damaged, and from what this user may not read."""
+    """The one place that distinguishes what cannot be read now, what is damaged, and what this user may not read."""
     if not isinstance(error, OSError):
         return UnreadableCheckpoint(f"{path} cannot be read now: it does not fit into memory")
     if isinstance(error, NotAPlainFile) or error.errno in NOT_A_FILE:
@@ -118,7 +118,7 @@ def is_unlisted(path: Path) -> bool:
 
 
 def is_absent(path: str | Path) -> bool:
-    """Whether the file system says that nothing has this name, rather than that it cannot tell."""
+    """Whether the file system says that nothing has this name, rather than that it does not know."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -127,7 +127,7 @@ def is_absent(path: str | Path) -> bool:
 
 
 def listed(path: Path) -> list[str]:
-    """Names in a folder; none where there is no folder.
+    """Names in a folder; none if there is no folder.
 
     Raises:
         UnreadableCheckpoint, UserError: see ``judged``.

@@ -57,7 +57,7 @@ class TensorSpec:
     dtype: str
     """Key of ITEM_TYPES."""
     rank: int | None = None
-    """The rank whose own it is; None where it is equal on all ranks."""
+    """The rank whose own it is; None if it is equal on all ranks."""
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,7 @@ class TensorSpec:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """What tells it from the other tensors of a checkpoint."""
+        """What distinguishes it from the other tensors of a checkpoint."""
         return self.name, self.rank
 
 

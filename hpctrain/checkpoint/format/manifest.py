@@ -42,7 +42,7 @@ FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DO
 
 
 def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable[bytes]) -> bytes:
-    """The file's bytes. Raises UserError where ``meta`` is not plain JSON."""
+    """The file's bytes. Raises UserError if ``meta`` is not plain JSON."""
     head = to_json({"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "meta": meta})
     body = b'%s,"shards":[%s]}' % (head[:-1], b",\n".join(shard_texts))
     return b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
@@ -90,10 +90,10 @@ def read_with_bytes(folder: Path, step: int) -> tuple[bytes, Manifest]:
 
 
 def parse_of_step(data: bytes, path: Path, step: int) -> Manifest:
-    """The manifest in a file's bytes. Raises DamagedCheckpoint also where it is another step's."""
+    """The manifest in a file's bytes. Raises DamagedCheckpoint also if it is another step's."""
     manifest = parse(data, str(path))
     if manifest.step != step:
-        raise DamagedCheckpoint(f"{path} is of step {manifest.step}: it belongs to another checkpoint")
+        raise DamagedCheckpoint(f"{path} is from step {manifest.step}: it belongs to another checkpoint")
     return manifest
 
 
@@ -124,7 +124,7 @@ def manifest_from_json(value: Any, where: str) -> Manifest:
     """Checks the document and all its parts against each other."""
     reader = Reader(value, where)
     if reader.get("format", str, "a string") != FORMAT:
-        reader.fail("it is not of a hpctrain checkpoint")
+        reader.fail("it is not from an hpctrain checkpoint")
     version = reader.integer("version", 1, 2**31)
     if version > VERSION:
         raise UserError(
@@ -174,7 +174,7 @@ def piece_from_json(value: Any, where: str) -> StoredPiece:
 
 
 def piece_problem(value: Any) -> str | None:
-    """Why a value is no tensor's entry, or None; whether its numbers fit each other is for others to see."""
+    """Why a value is not a tensor's entry, or None; whether its numbers fit each other is checked elsewhere."""
     if type(value) is not dict:
         return "it is not an object"
     name, dtype, shape, rank, rows, offset, crc32 = map(value.get, PIECE_KEYS)

@@ -1,7 +1,7 @@
 """A large file written at the pace of its disk: the page cache never runs far ahead of what is durable.
 
 What is left at the end for the last sync is little, so that a writer can be told to stop at any time, and the size of
-the file tells others how far it has come.
+the file shows others how far it has come.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class PacedWrite:
             raise
 
     def _take(self) -> int:
-        """Where the next block begins; the size of the file where none is left to this worker."""
+        """Where the next block begins; the size of the file if none is left to this worker."""
         with self.changed:
             while not self.over and self.next - self.durable >= self.ahead:
                 self.changed.wait()
@@ -127,14 +127,14 @@ class PacedWrite:
             return self.size if self.over else begin
 
     def _await_bytes(self) -> bool:
-        """Waits until there is something to sync; False where the last sync is all that is left to do."""
+        """Waits until there is something to sync; False if the last sync is all that is left to do."""
         with self.changed:
             while not self.over and self.written < self.size and self.written - self.durable < self.ahead // 2:
                 self.changed.wait()
             return not self.over and self.written < self.size
 
     def _sync(self) -> None:
-        """Makes durable what is written by now, while the workers go on."""
+        """Makes durable what is written by now, while the workers continue."""
         written, begin = self.written, time.monotonic()
         os.fdatasync(self.descriptor)
         seconds = time.monotonic() - begin

@@ -2,7 +2,7 @@
 
 h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the
 file is either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their
-offsets and the image is written as a whole: no call into the library, and no lock of it, while training goes on.
+offsets and the image is written as a whole: no call into the library, and no lock of it, while training continues.
 Reading needs only the offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that
 could be damaged.
 """
@@ -96,7 +96,7 @@ class SparseFile:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """An HDF5 file without the values: the bytes outside of them, and where they belong."""
+    """An HDF5 file without the values: the bytes outside them, and where they belong."""
 
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]

@@ -12,12 +12,12 @@ from hpctrain.errors import UserError
 
 
 def to_json(document: Mapping[str, Any]) -> bytes:
-    """Compact JSON. Raises UserError where a value is none of JSON's."""
+    """Compact JSON. Raises UserError if a value has no JSON form."""
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"the checkpoint's meta is no JSON: {error}", "pass dicts, lists, strings, finite numbers"
+            f"the checkpoint's meta is not JSON: {error}", "pass dicts, lists, strings, finite numbers"
         ) from error
 
 

@@ -29,7 +29,7 @@ class BlockCache:
         self.lock = threading.Lock()
 
     def get(self, key: Hashable, read: Callable[[], Block]) -> Block:
-        """The block of this key, read where it is not here."""
+        """The block of this key, read if it is not here."""
         with self.lock:
             kept: Block | None = self.blocks.get(key)
             if kept is not None:

@@ -49,7 +49,6 @@ class BlockArray:
         self.layout = array.layout
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """See Reader."""
         out = np.empty((len(indices), *self.field.shape), self.field.dtype)
         blocks = indices // self.block_samples
         by_block = np.argsort(blocks, kind="stable")
@@ -98,7 +97,6 @@ class Hdf5Dataset:
         return self.length
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         try:
             return {name: reader.take(indices) for name, reader in self.readers.items()}
         except MemoryError as error:
@@ -109,7 +107,6 @@ class Hdf5Dataset:
             ) from error
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
 

@@ -46,7 +46,7 @@ class MappedBytes:
     end: int
 
     def check(self) -> None:
-        """Raises UserError where the file has become too short."""
+        """Raises UserError if the file has become too short."""
         if self.mapping.size() < self.end:
             raise UserError(
                 f"{self.path} is truncated: it has {self.mapping.size()} bytes in place of at least {self.end}",
@@ -73,7 +73,6 @@ class MappedArray:
         return self.array.take(indices, axis=0).astype(self.native, copy=False)
 
     def read(self, box: Box) -> NDArray[Any]:
-        """See Array."""
         self.where.check()
         return self.array[slices(box)]
 
@@ -88,7 +87,6 @@ class LibraryArray:
 
     @property
     def layout(self) -> str:
-        """See Array."""
         if not self.dataset.chunks:
             return "not mappable"
         chunks = f"chunks of {' x '.join(map(str, self.dataset.chunks))}"
@@ -96,11 +94,9 @@ class LibraryArray:
 
     @property
     def chunk_samples(self) -> int:
-        """See Array."""
         return int(self.dataset.chunks[0]) if self.dataset.chunks else 1
 
     def read(self, box: Box) -> NDArray[Any]:
-        """See Array."""
         values: NDArray[Any] = self.dataset[slices(box)]
         return values
 
@@ -117,7 +113,6 @@ class SplitArray:
         self.dtype = dtype
 
     def read(self, box: Box) -> NDArray[Any]:
-        """See Array."""
         rows, *others = box
         sample_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         first, last = rows[0] * sample_bytes, (rows[-1] + 1) * sample_bytes
@@ -169,7 +164,6 @@ class VirtualArray:
         self.chunk_samples = max(chunks, default=1)
 
     def read(self, box: Box) -> NDArray[Any]:
-        """See Array."""
         begin, end = box[0][0], box[0][-1] + 1
         values = np.full((end - begin, *self.shape[1:]), self.fill, self.dtype)
         covered = np.zeros(end - begin, dtype=bool)

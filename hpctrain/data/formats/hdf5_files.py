@@ -1,4 +1,4 @@
-"""HDF5 files and what they name outside of themselves, with a look at each before the library gets to see it.
+"""HDF5 files and what they name outside themselves, with a look at each before the library gets to see it.
 
 The library follows links, virtual sources and external storage by itself, wherever they lead: to a pipe, where it waits
 for ever; to a missing source, for which it reads zeros; to any file of the user's, which then is data.
@@ -51,7 +51,7 @@ class LinkedFiles:
                 file.close()
 
     def keep(self) -> None:
-        """Leaves the files open: the library goes on reading them."""
+        """Leaves the files open: the library keeps reading them."""
         self.kept = True
 
     def root(self) -> h5py.File:
@@ -60,14 +60,14 @@ class LinkedFiles:
         return self.open(self.path)
 
     def open(self, path: Path) -> h5py.File:
-        """A file that ``locate`` found; raises UserError where it is not HDF5, or is damaged."""
+        """A file that ``locate`` found; raises UserError if it is not HDF5, or is damaged."""
         real = path.resolve()
         if real not in self.opened:
             self.opened[real] = open_file(path)
         return self.opened[real]
 
     def find(self, group: h5py.Group, name: str) -> h5py.Dataset | h5py.Group | None:
-        """What a name means, through links of all kinds; None where it means nothing and no link is involved.
+        """What a name means, through links of all kinds; None if it means nothing and no link is involved.
 
         Raises:
             UserError: a link leads nowhere, in a circle, or out of the folders that are allowed.
@@ -125,7 +125,7 @@ class LinkedFiles:
         if not any(real.is_relative_to(folder) for folder in allowed):
             line = json.dumps([*map(str, self.outside), str(real.parent)], ensure_ascii=False)
             raise UserError(
-                f"{self.path}: {what} leads to {real}, outside of the data set's own folder",
+                f"{self.path}: {what} leads to {real}, outside the data set's own folder",
                 f"if it is to be read, add this line below data: in the run file: `allow_outside: {line}`; "
                 f"hpctrain data takes --allow-outside {shlex.quote(str(real.parent))}",
             )
@@ -148,7 +148,7 @@ def parts(name: str) -> list[str]:
 
 
 def link_at(group: object, name: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
-    """What stands in a group under a name, which is not followed (``group.get(name, getlink=True)`` would)."""
+    """What a group holds under a name, which is not followed (``group.get(name, getlink=True)`` would)."""
     encoded = name.encode(errors="surrogateescape")
     if not isinstance(group, h5py.Group) or not group.id.links.exists(encoded):
         return None
@@ -174,7 +174,7 @@ def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
 
 
 def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
-    """Names of all arrays and links, in the order of creation where the file keeps it, and whether each is a link."""
+    """Names of all arrays and links, in the order of creation if the file keeps it, and whether each is a link."""
     seen = {hash(file["/"].id)}
     count = 0
     open_groups = [("", file, iter(file))]
@@ -194,7 +194,7 @@ def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
         elif isinstance(item, h5py.Group):
             if hash(item.id) in seen:
                 raise UserError(
-                    f"{file.filename}: the group {prefix + name!r} stands in itself, or twice in the file",
+                    f"{file.filename}: the group {prefix + name!r} contains itself, or is in the file twice",
                     "name the arrays to use",
                 )
             seen.add(hash(item.id))
@@ -202,7 +202,7 @@ def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
 
 
 def look_at(path: Path, leading: str = "") -> None:
-    """Raises UserError where this is not a plain file that can be read. Never waits for a pipe's other end.
+    """Raises UserError if this is not a plain file that can be read. Never waits for a pipe's other end.
 
     Args:
         path: follows symbolic links.
@@ -237,7 +237,7 @@ def open_file(path: Path) -> h5py.File:
 
 
 def open_unlocked(path: Path) -> h5py.File:
-    """Opens for reading also where the file system does not know locks; never while another process writes."""
+    """Opens for reading also if the file system does not know locks; never while another process writes."""
     try:
         return h5py.File(path, "r")
     except OSError as error:

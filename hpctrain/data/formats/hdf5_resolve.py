@@ -77,7 +77,7 @@ def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Kno
 
 
 def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> MappedArray | None:
-    """The array by a map of the file that owns it, or None where its bytes do not lie there as NumPy would lay them."""
+    """The array by a map of the file that owns it, or None if its bytes do not lie there as NumPy would lay them."""
     if not dataset.shape or dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
         return None
     num_bytes = dataset.size * dataset.dtype.itemsize
@@ -113,7 +113,7 @@ def agrees(mapped: MappedArray, dataset: h5py.Dataset) -> bool:
 
 
 def check_written(path: Path, dataset: h5py.Dataset, what: str) -> None:
-    """Raises UserError where an array claims far more values than its file holds: they would be read as zeros."""
+    """Raises UserError if an array claims far more values than its file holds: they would be read as zeros."""
     if dataset.size is None or dataset.size <= MOST_UNWRITTEN:
         return
     if dataset.chunks:
@@ -129,7 +129,7 @@ def check_written(path: Path, dataset: h5py.Dataset, what: str) -> None:
 
 
 def check_filters(path: Path, dataset: h5py.Dataset, what: str) -> None:
-    """Raises UserError where the array is compressed in a way that this HDF5 library does not know."""
+    """Raises UserError if the array is compressed in a way that this HDF5 library does not know."""
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):
         code, _, _, name = plist.get_filter(index)
@@ -208,7 +208,7 @@ def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: 
 
 
 def fit(label: str, target: Box, shape: tuple[int, ...], source: Box, array: Array, dtype: np.dtype[Any]) -> Piece:
-    """A piece of a virtual array; raises UserError where its source does not have the values."""
+    """A piece of a virtual array; raises UserError if its source does not have the values."""
     if beyond(target, shape) or beyond(source, array.shape):
         raise UserError(f"{label} more than it has: its shape is {list(array.shape)}", "make that file again")
     if [len(one) for one in target if len(one) != 1] != [len(one) for one in source if len(one) != 1]:
@@ -219,7 +219,7 @@ def fit(label: str, target: Box, shape: tuple[int, ...], source: Box, array: Arr
 
 
 def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    """Raises UserError where pieces lie over each other or, as far as counting tells, samples have no piece."""
+    """Raises UserError if pieces lie over each other or, as far as counting shows, samples have no piece."""
     if sum(math.prod(map(len, piece.target)) for piece in pieces) > math.prod(shape):
         raise UserError(f"{label} has several sources for some samples", "make the virtual dataset again")
     if sum(len(piece.target[0]) for piece in pieces) < shape[0]:

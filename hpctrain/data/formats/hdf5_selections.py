@@ -18,7 +18,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def boxes_of(space: h5py.h5s.SpaceID, shape: tuple[int, ...]) -> list[Box]:
-    """A selection as boxes that follow each other along the first axis, or nothing where it is none of these."""
+    """A selection as boxes that follow each other along the first axis, or nothing if it is none of these."""
     if space.get_select_type() == h5py.h5s.SEL_ALL:
         return [tuple(map(range, shape))]
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or space.get_simple_extent_ndims() != len(shape):
@@ -52,7 +52,7 @@ def aligned(targets: list[Box], sources: list[Box]) -> Iterator[tuple[Box, Box]]
 
 
 def progression(start: int, stride: int, count: int, block: int, size: int) -> range | None:
-    """What a hyperslab selects along one axis of this size, or None where that is not evenly spaced."""
+    """What a hyperslab selects along one axis of this size, or None if that is not evenly spaced."""
     endless = h5py.h5s.UNLIMITED
     if block == 1 and count > 1 and stride > 1:
         return range(start, size if count == endless else start + stride * (count - 1) + 1, stride)

@@ -27,12 +27,10 @@ class JsonLines:
         return len(self.begins)
 
     def read(self, rows: list[int]) -> list[dict[str, Any]]:
-        """See Records."""
         parts = [(int(self.begins[row]), int(self.ends[row] - self.begins[row])) for row in rows]
         return [self._object(row, text) for row, text in zip(rows, self.file.read(parts), strict=True)]
 
     def plain(self, record: dict[str, Any]) -> Any:
-        """See Records."""
         texts = [name for name, value in record.items() if isinstance(value, str)]
         if texts:
             raise UserError(
@@ -45,9 +43,9 @@ class JsonLines:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise UserError(f"{self.path}, record {row} is no JSON: {error}", "write one JSON object a line") from error
+            raise UserError(f"{self.path}, record {row} is not JSON: {error}", "write a JSON object a line") from error
         if not isinstance(value, dict):
-            raise UserError(f"{self.path}, record {row} is no JSON object", "write one JSON object a line")
+            raise UserError(f"{self.path}, record {row} is not a JSON object", "write a JSON object a line")
         return value
 
 

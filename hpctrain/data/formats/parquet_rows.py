@@ -33,11 +33,9 @@ class ParquetRows:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, rows: list[int]) -> list[dict[str, Any]]:
-        """See Records."""
         return [self._row(row) for row in rows]
 
     def plain(self, record: dict[str, Any]) -> Any:
-        """See Records."""
         for name, value in record.items():
             if value is None or isinstance(value, (str, bytes)):
                 raise UserError(

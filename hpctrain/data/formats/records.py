@@ -34,7 +34,7 @@ class Records(Protocol):
         """The records at these places, as they are stored."""
 
     def plain(self, record: dict[str, Any]) -> Any:
-        """A record as a sample, where the user gives no ``decode``; raises UserError where that cannot be."""
+        """A record as a sample, if the user gives no ``decode``; raises UserError if that cannot be."""
 
 
 class RecordDataset:
@@ -58,14 +58,12 @@ class RecordDataset:
         return len(self.records)
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         rows = indices.tolist()
         records = self.records.read(rows)
         samples = (self._sample(row, record) for row, record in zip(rows, records, strict=True))
         return stack(samples, rows, str(self.records.path), self.fields)
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
     def _sample(self, row: int, record: dict[str, Any]) -> Sample:
@@ -108,7 +106,7 @@ def sample_of(
 
 
 def fitted(value: NDArray[Any], field: Field | None) -> NDArray[Any]:
-    """The value in the field's dtype where nothing is lost: whole numbers among floats, empty lists."""
+    """The value in the field's dtype if nothing is lost: whole numbers among floats, empty lists."""
     if field is None or value.dtype == field.dtype:
         return value
     return value.astype(field.dtype) if not value.size or np.can_cast(value.dtype, field.dtype, "safe") else value

@@ -86,7 +86,7 @@ def open_dataset(
         return open_files(paths, names, BlockCache(cache_bytes), allow_outside, ragged, decode)
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
-        "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, a hpctrain.data.Dataset, or a "
+        "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, an hpctrain.Dataset, or a "
         "function that returns one",
     )
 
@@ -115,11 +115,9 @@ class CalledDataset:
         return len(self.dataset)
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         return self.dataset.read(indices)
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return self.dataset.fingerprint()
 
 
@@ -129,7 +127,6 @@ class CalledSeededDataset(CalledDataset):
     dataset: SeededDataset
 
     def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
-        """See SeededDataset."""
         return self.dataset.read_seeded(indices, seeds)
 
 
@@ -145,7 +142,6 @@ class ConcatDataset:
         return int(self.ends[-1])
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         owner = np.searchsorted(self.ends, indices, side="right")
         samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
         for index in np.unique(owner).tolist():
@@ -156,12 +152,11 @@ class ConcatDataset:
         return samples
 
     def fingerprint(self) -> str:
-        """See Dataset."""
         return content_fingerprint(self)
 
 
 def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
-    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError where their fields differ."""
+    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError if their fields differ."""
     for part, name in zip(parts, names, strict=True):
         if dict(part.fields) != dict(parts[0].fields):
             raise UserError(

@@ -37,13 +37,11 @@ class TarShard:
         return len(self.samples)
 
     def read(self, rows: list[int]) -> list[dict[str, Any]]:
-        """See Records."""
         parts = [place for row in rows for place in self.samples[row][1].values()]
         contents = iter(self.file.read(parts))
         return [{KEY: self.samples[row][0], **{name: next(contents) for name in self.samples[row][1]}} for row in rows]
 
     def plain(self, record: dict[str, Any]) -> Any:
-        """See Records."""
         where = f"{self.path}: {record[KEY]}"
         return {name: decoded(name, value, where) for name, value in record.items() if name != KEY}
 
@@ -77,7 +75,7 @@ def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
     }
     if kind not in readers:
         raise UserError(
-            f"{where}.{extension} is of a kind that is not read without being told how",
+            f"{where}.{extension} is of a kind that needs a function to decode it",
             "give open_dataset(..., decode=function), or name only the fields to use",
         )
     try:

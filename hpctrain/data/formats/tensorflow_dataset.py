@@ -32,7 +32,7 @@ def from_tensorflow(source: Any, names: tuple[str, ...] | None, ragged: bool = F
     if source.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise UserError(
             "the tf.data pipeline is endless",
-            "leave out its repeat(): hpctrain goes on to the next epoch itself; or train on it as a stream",
+            "leave out its repeat(): hpctrain begins the next epoch itself; or train on it as a stream",
         )
     samples = []
     num_bytes = 0

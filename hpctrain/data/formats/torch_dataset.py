@@ -30,7 +30,6 @@ class TorchDataset:
         return len(self.source)
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """See Dataset."""
         return self._stack(indices, (sample_of(self.source, index, self.names) for index in indices.tolist()))
 
     def _stack(self, indices: NDArray[np.int64], samples: Iterator[Sample]) -> Samples:
@@ -46,7 +45,6 @@ class SeededTorchDataset(TorchDataset):
     """A torch Dataset whose code may draw random numbers."""
 
     def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
-        """See SeededDataset."""
         keys = zip(indices.tolist(), seeds.tolist(), strict=True)
         with kept_random_state():
             return self._stack(indices, (seeded_sample(self.source, index, self.names, seed) for index, seed in keys))
@@ -112,7 +110,7 @@ def from_torch(source: Any, names: tuple[str, ...] | None, ragged: bool = False)
 
 
 def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
-    """One sample's arrays; raises UserError naming it where the user's code fails."""
+    """One sample's arrays; raises UserError naming it if the user's code fails."""
     try:
         sample = source[index]
         if isinstance(sample, Mapping):

@@ -18,9 +18,9 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".
 
 
 def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
-    """``image`` uint8[height, width, channels] and, where images lie in a subfolder for each class, ``label`` int64.
+    """``image`` uint8[height, width, channels] and, if images lie in a subfolder for each class, ``label`` int64.
 
-    Classes are numbered in the order of their names. Grey images have one channel where the first image is grey, all
+    Classes are numbered in the order of their names. Grey images have one channel if the first image is grey, all
     others have three.
 
     Args:

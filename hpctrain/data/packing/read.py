@@ -33,7 +33,7 @@ def open_source(
 
     Args:
         paths: files of one kind, or one folder of images.
-        kind: npz, npy, csv, parquet, hdf5 or images; by default told by suffixes.
+        kind: npz, npy, csv, parquet, hdf5 or images; by default taken from the suffixes.
         columns: of tables, those of each array; of archives, the arrays to take.
         size: height and width that images are scaled to.
         outside: folders that HDF5 files may lead to beside their own.
@@ -84,7 +84,7 @@ def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[
 
 
 def common_kind(paths: Sequence[Path]) -> str:
-    """The kind that all suffixes tell."""
+    """The kind that all suffixes stand for."""
     kinds = {"images" if path.is_dir() else KINDS.get(path.suffix.lower()) for path in paths}
     if len(kinds) > 1:
         raise UserError("the files to pack are of several kinds", "pack each kind by itself")

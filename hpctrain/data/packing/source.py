@@ -38,7 +38,10 @@ def from_dataset(dataset: Dataset) -> Source:
     """Any dataset as something to pack, in the order in which it is stored.
 
     Args:
-        dataset: see ``open_dataset``.
+        dataset: as ``open_dataset`` gives it.
+
+    Raises:
+        UserError: its samples differ in shape.
     """
     ragged = [name for name, field in dataset.fields.items() if field.is_ragged]
     if ragged:
@@ -56,7 +59,7 @@ def from_dataset(dataset: Dataset) -> Source:
 
 
 def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
-    """The sources one after the other; raises UserError where their fields differ."""
+    """The sources one after the other; raises UserError if their fields differ."""
     first = sources[0]
     for source, name in zip(sources, names, strict=True):
         if dict(source.fields) != dict(first.fields):

@@ -25,7 +25,7 @@ Dtypes = dict[str, np.dtype[Any]]
 
 
 def from_csv(path: Path, wanted: Columns | None) -> Source:
-    """The columns of a CSV (or, by its suffix, TSV) file with a header line: int64 where all values are, else float64.
+    """The columns of a CSV (or, by its suffix, TSV) file with a header line: int64 if all values are, else float64.
 
     The file is read twice: once for the number of rows and the dtypes, once for the values.
     """
@@ -61,7 +61,7 @@ def header(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def table(path: Path) -> Iterator[Any]:
-    """A csv.reader of the file; raises UserError where it is none."""
+    """A csv.reader of the file; raises UserError if it is not one."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             yield csv.reader(file, delimiter=delimiter(path))
@@ -69,7 +69,7 @@ def table(path: Path) -> Iterator[Any]:
         fix = "save it as UTF-8, such as: iconv -f latin1 -t utf-8"
         raise UserError(f"{path} is not text in UTF-8: {error.reason} {error.object[error.start]:#04x}", fix) from error
     except csv.Error as error:
-        raise UserError(f"{path} is no CSV table: {error}", "write it again, with quotes that close") from error
+        raise UserError(f"{path} is not a CSV table: {error}", "write it again, with quotes that close") from error
 
 
 def row_blocks(path: Path) -> Iterator[Rows]:
@@ -93,7 +93,7 @@ def row_blocks(path: Path) -> Iterator[Rows]:
 
 
 def parse(path: Path, names: list[str], rows: Rows, dtypes: Dtypes) -> dict[str, NDArray[Any]]:
-    """The wanted columns, in these dtypes, or in float64 where int64 does not do."""
+    """The wanted columns, in these dtypes, or in float64 if int64 does not do."""
     texts = dict(zip(names, zip(*(row for _, row in rows), strict=True), strict=True))
     columns = {}
     for column, dtype in dtypes.items():
@@ -111,7 +111,7 @@ def parse(path: Path, names: list[str], rows: Rows, dtypes: Dtypes) -> dict[str,
 
 
 def numbers(texts: tuple[str, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The texts as numbers; raises ValueError where one is none."""
+    """The texts as numbers; raises ValueError if one is not a number."""
     try:
         return np.array(texts, dtype)
     except (ValueError, OverflowError):

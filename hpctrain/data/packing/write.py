@@ -23,7 +23,7 @@ NOTES = "hpctrain"
 """Attribute of the file that holds a source's notes, as JSON."""
 PAGE = 4096
 CHUNK_BYTES = 2**20
-"""Size of a chunk where it is not given."""
+"""Size of a chunk if it is not given."""
 
 
 def write_hdf5(
@@ -40,8 +40,8 @@ def write_hdf5(
     Args:
         path: the file to make.
         source: what goes in.
-        dtypes: by field, where they should differ from the source's; values must fit.
-        chunk_samples: store chunks of so many samples; by default arrays are contiguous, which reads fastest.
+        dtypes: by field, if they should differ from the source's; values must fit.
+        chunk_samples: store chunks of this many samples; by default arrays are contiguous, which reads fastest.
         compression: gzip or lzf, in chunks.
         overwrite: replace a file that is there.
         on_progress: called with the number of samples that were written since.
@@ -142,7 +142,6 @@ class PatientFile(io.FileIO):
     failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """See FileIO."""
         rest = memoryview(content).cast("B")
         num_bytes = len(rest)
         with self._patience():
@@ -151,7 +150,6 @@ class PatientFile(io.FileIO):
         return num_bytes
 
     def truncate(self, size: int | None = None) -> int:
-        """See FileIO."""
         with self._patience():
             super().truncate(size)
         return self.tell() if size is None else size
@@ -202,7 +200,7 @@ def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> ND
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raises UserError where HDF5 has no array of such a name; slashes make groups."""
+    """Raises UserError if HDF5 has no array of such a name; slashes make groups."""
     for name in names:
         is_group = any(other.startswith(f"{name}/") for other in names)
         if is_group or "\0" in name or any(part in ("", ".") for part in name.split("/")):
@@ -213,7 +211,7 @@ def check_names(names: Collection[str]) -> None:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises UserError where this much is not free, before time is spent."""
+    """Raises UserError if this much is not free, before time is spent."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(

@@ -14,7 +14,7 @@ from hpctrain.tasks.definition import KerasTask
 
 
 def try_batch(task: KerasTask, passes: Passes, batch: Tensors) -> None:
-    """Raises UserError where the loss, or what an evaluation needs, cannot be computed."""
+    """Raises UserError if the loss, or what an evaluation needs, cannot be computed."""
     judges = {"loss": task.loss}
     for training in (True, False) if task.validation is not None else (True,):
         fix = f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the first array"

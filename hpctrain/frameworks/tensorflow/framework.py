@@ -68,7 +68,7 @@ class ReadyTask:
     """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
     reducers: KerasReducers
     reducer: Reducer | None
-    """None where it has to be measured."""
+    """None if it has to be measured."""
 
 
 class KerasFramework:
@@ -76,7 +76,7 @@ class KerasFramework:
 
     An update is one TensorFlow function, in which the ranks meet.
 
-    Where the reducer has to be measured, that is done on the batch of the first update.
+    If the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "tensorflow"
@@ -103,7 +103,6 @@ class KerasFramework:
         """What the learning rate was multiplied by last."""
 
     def reseed(self, step: int) -> None:
-        """See Framework."""
         rank_seed = derive(self.config.seed, self.group.rank, 1, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         self.named.noise.reset_from_seed(rank_seed)
@@ -114,16 +113,14 @@ class KerasFramework:
 
     @property
     def reducer_name(self) -> str | None:
-        """See Framework."""
         return self.reducer.name if self.reducer else None
 
     @property
     def gradient_bytes(self) -> int:
-        """See Framework."""
         return 4 * self.pieces.layout.gradients
 
     def set_learning_rate(self, factors: Factors) -> None:
-        """See Framework. Keras optimizers have one rate."""
+        """Keras optimizers have one rate."""
         if isinstance(factors, (Sequence, OwnRates)):
             fix = "return one number: a Keras optimizer has one learning rate"
             raise UserError("the task's schedule gives a factor for each parameter group", fix)
@@ -142,7 +139,7 @@ class KerasFramework:
             self.factor = factor
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """See Framework. Forward and backward are one function: their time is all Phase.BACKWARD."""
+        """Forward and backward are one function: their time is all Phase.BACKWARD."""
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
         if self.reducer is None:
@@ -188,12 +185,11 @@ class KerasFramework:
             restore_host_random_state(random)
 
     def dry_call(self, batch: HostBatch) -> None:
-        """See Framework."""
         with self._unchanged():
             try_batch(self.task, self.passes, on_device({name: np.array(array) for name, array in batch.items()}))
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
-        """This rank's contribution; zeros where its part of the batch is empty."""
+        """This rank's contribution; zeros if its part of the batch is empty."""
         pieces: list[tf.Tensor] = []
         for batch in batches:
             more = self.passes.gradients(batch, *self._scalars(global_samples))
@@ -205,17 +201,17 @@ class KerasFramework:
         return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
 
     def evaluate(self, batch: HostBatch) -> Sums:
-        """See Framework; with the averaged weights where an EMA is kept."""
+        """With the averaged weights if an EMA is kept."""
         found = self.passes.evaluate(on_device(batch))
         return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        """See Framework. A list of outputs is named ``output_0``, ``output_1``, and so on."""
+        """A list of outputs is named ``output_0``, ``output_1``, and so on."""
         outputs = named_outputs(self.passes.predict(on_device(batch)))
         return {name: np.asarray(value) for name, value in outputs.items()}
 
     def state(self) -> list[StateTensor]:
-        """See Framework. ``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
+        """``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
         scaler = self.loss_scale.tensors() if self.loss_scale else []
         host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
         return [*self._variables(), *scaler, *host]
@@ -227,7 +223,7 @@ class KerasFramework:
         return [*self.named.tensors(), *averages]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         self.named.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
         if self.loss_scale:
@@ -236,27 +232,25 @@ class KerasFramework:
         self.factor = None  # the rates of the run file hold, not the saved ones
 
     def place(self, samples: Samples) -> Samples:
-        """See Framework: TensorFlow copies by itself."""
+        """TensorFlow copies by itself."""
         return samples
 
     @property
     def other_names(self) -> Mapping[str, str]:
-        """See Framework: Keras gives a shared variable once."""
+        """Keras gives a shared variable once."""
         return {}
 
     def staging(self, num_bytes: int) -> NDArray[np.uint8]:
-        """See Framework. Written to, so that the first snapshot does not pay for it."""
+        """Written to, so that the first snapshot does not pay for it."""
         return np.full(num_bytes, 0, np.uint8)
 
     def synchronize(self) -> None:
-        """See Framework: copies are complete when ``copy_into`` returns."""
+        """Copies are complete when ``copy_into`` returns."""
 
     def weights_hash(self) -> str:
-        """See Framework."""
         return digest([tensor for tensor in model_tensors(self.task.model) if tensor.placement is Placement.REPLICATED])
 
     def close(self) -> None:
-        """See Framework."""
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
@@ -271,12 +265,12 @@ def open_keras(
         task: its model has weights.
         world: the ranks.
         config: of the run.
-        clock: is told where the time of a step goes.
+        clock: marks where the time of a step goes.
         choice: how the reducer is chosen.
 
     Raises:
         UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
-            models differ, or the reducer that the configuration names cannot be had.
+            models differ, or the reducer that the configuration names cannot be used.
     """
     refuse_what_cannot_work(task, config, world.data.size)
     require_own_gpu(world.local_size)
@@ -306,14 +300,14 @@ def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
 
 
 def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """The number an optimizer was made with, or None where a Keras schedule sets its learning rate."""
+    """The number an optimizer was made with, or None if a Keras schedule sets its learning rate."""
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         return None
     return float(optimizer.learning_rate)
 
 
 def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None:
-    """Raises UserError where training could not work, or would not do what it says."""
+    """Raises UserError if training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",

@@ -1,4 +1,4 @@
-"""State that a Keras task keeps outside of its model: in its optimizer, and what that wraps, and in its loss."""
+"""State that a Keras task keeps outside its model: in its optimizer, and what that wraps, and in its loss."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Holdings:
             state.assign(tf.cast(words, state.dtype))
 
     def refuse_strangers(self, arrays: Iterable[str]) -> None:
-        """Raises UserError where something was saved for which there is no variable."""
+        """Raises UserError if something was saved for which there is no variable."""
         refuse_unplaced(arrays, self.made_with)
 
 

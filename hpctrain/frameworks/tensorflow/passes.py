@@ -22,7 +22,7 @@ Tensors = Mapping[str, tf.Tensor]
 
 
 class Traced:
-    """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced anew."""
+    """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced again."""
 
     def __init__(self, function: Callable[..., Any], compiled: bool, autograph: bool = True) -> None:
         self.function = tf.function(function, jit_compile=compiled or None, autograph=autograph)
@@ -82,7 +82,7 @@ class Passes:
             pieces: of the trainable variables' gradients.
             sparse: ``densify`` or ``refuse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
-            averages: what evaluation and prediction use in place of the trainable variables, where there are any.
+            averages: what evaluation and prediction use in place of the trainable variables, if there are any.
         """
         self.task = task
         self.variables = task.model.trainable_variables
@@ -112,7 +112,7 @@ class Passes:
         if all(gradient is None for gradient in gradients):
             raise UserError(
                 "loss does not depend on the weights of the Keras model: nothing would be trained",
-                "compute it of the outputs with Keras or TensorFlow operations that have gradients, unlike argmax",
+                "compute it from the outputs with Keras or TensorFlow operations that have gradients, unlike argmax",
             )
         dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
@@ -158,7 +158,7 @@ class Passes:
 
 
 def refuse_late_weights(known: Sequence[keras.Variable], model: keras.Model) -> None:
-    """Raises UserError where a forward pass made weights that no optimizer and no other rank knows."""
+    """Raises UserError if a forward pass made weights that no optimizer and no other rank knows."""
     ids = {id(variable) for variable in known}
     late = [variable.path for variable in model.trainable_variables if id(variable) not in ids]
     if late:
@@ -181,7 +181,7 @@ class BatchScore:
 
 
 def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> BatchScore:
-    """Reads what a task's loss or metric returned; raises UserError where it is neither a scalar nor (sum, weight)."""
+    """Reads what a task's loss or metric returned; raises UserError if it is neither a scalar nor (sum, weight)."""
     weighted = isinstance(score, (tuple, list)) and len(score) == 2
     scalars = [tf.convert_to_tensor(part) for part in (score if weighted else [score])]
     dtype = tf.float64 if scalars[0].dtype == tf.float64 else tf.float32
@@ -203,7 +203,7 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
 
 
 class Update:
-    """The optimizer's step, then the EMA of the weights: into ``averages``, in float32, where there are any."""
+    """The optimizer's step, then the EMA of the weights: into ``averages``, in float32, if there are any."""
 
     def __init__(
         self,

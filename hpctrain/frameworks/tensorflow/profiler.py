@@ -15,7 +15,6 @@ class KerasProfiler:
         self.is_running = False
 
     def start(self, target: Path) -> None:
-        """See Profiler."""
         try:
             tf.profiler.experimental.start(str(target))
         except tf.errors.OpError as error:  # the process is profiled already
@@ -23,7 +22,6 @@ class KerasProfiler:
         self.is_running = True
 
     def stop(self) -> None:
-        """See Profiler."""
         self.is_running = False
         try:
             tf.profiler.experimental.stop()
@@ -31,7 +29,6 @@ class KerasProfiler:
             raise OSError(error.message) from error
 
     def abandon(self) -> None:
-        """See Profiler."""
         if self.is_running:
             self.is_running = False
             with suppress(tf.errors.OpError):

@@ -31,7 +31,7 @@ def set_environment(threads: int | None, verbose: bool = False) -> None:
         threads: compute threads of this rank; by default OMP_NUM_THREADS, else what TensorFlow chooses.
     """
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    # Else the first tensor takes all memory of all GPUs, also where a PyTorch task uses TensorFlow for its data only.
+    # Else the first tensor takes all memory of all GPUs, also if a PyTorch task uses TensorFlow for its data only.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     count = str(threads) if threads else os.environ.get("OMP_NUM_THREADS", "")
     if count.isdigit():
@@ -64,7 +64,7 @@ def without_chatter(verbose: bool = False) -> Iterator[None]:
 def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
     """Device, seed, names and precision for a task that is about to be made; only what is imported is made ready.
 
-    Names begin anew, so that a second model of the process gets the same ones as the first.
+    Names begin again, so that a second model of the process gets the same ones as the first.
     """
     if "tensorflow" in sys.modules:
         choose_gpu(local_rank)
@@ -83,12 +83,12 @@ def choose_gpu(local_rank: int) -> None:
 
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        with contextlib.suppress(RuntimeError):  # it has begun: that is no harm to a task of another framework
+        with contextlib.suppress(RuntimeError):  # it has begun: that does not harm a task of another framework
             tf.config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
 
 
 def require_own_gpu(local_ranks: int) -> None:
-    """Raises UserError where TensorFlow would put the models of all ranks of this node on the same GPU of several."""
+    """Raises UserError if TensorFlow would put the models of all ranks of this node on the same GPU of several."""
     import tensorflow as tf
 
     seen = len(tf.config.list_logical_devices("GPU"))

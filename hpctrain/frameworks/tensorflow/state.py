@@ -37,7 +37,6 @@ class VariableTensor:
         return str(self.variable.dtype.name)
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """See StateTensor."""
         value = self.host_view()
         np.copyto(out, value[first_row : first_row + len(out)] if out.ndim else value, casting="no")
 
@@ -98,7 +97,7 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def require_different_names(tensors: Sequence[VariableTensor]) -> None:
-    """Raises UserError where two variables have one name."""
+    """Raises UserError if two variables have one name."""
     names = Counter(tensor.name for tensor in tensors)
     twice = [name for name, count in names.items() if count > 1]
     if twice:

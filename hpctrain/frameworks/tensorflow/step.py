@@ -19,7 +19,7 @@ from hpctrain.train.clock import Phase, StepClock
 
 
 class Judge:
-    """What an update does on the host while TensorFlow runs it: it tells the clock, and decides by the sums."""
+    """What an update does on the host while TensorFlow runs it: it marks the clock, and decides by the sums."""
 
     def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
         self.clock = clock
@@ -27,7 +27,7 @@ class Judge:
         self.own = (0.0, 0.0)
         """Sum and weight of this rank's loss, divided by the samples of the global batch."""
         self.norm: float | None = None
-        """L2 norm of the averaged gradient before clipping; None where the update was left out."""
+        """L2 norm of the averaged gradient before clipping; None if the update was left out."""
         self.stopped = False
         """Whether the update was ended by NotFinite."""
 

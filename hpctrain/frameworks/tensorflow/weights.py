@@ -10,7 +10,7 @@ from hpctrain.tasks.definition import KerasTask
 
 
 def lacks_weights(model: keras.Model) -> bool:
-    """Whether some layer is still to be built. ``model.built`` does not tell: ``build(shape)`` alone sets it, too."""
+    """Whether some layer is still to be built. ``model.built`` does not say: ``build(shape)`` alone sets it, too."""
     return any(not layer.built for layer in model._flatten_layers())
 
 

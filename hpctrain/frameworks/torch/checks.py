@@ -14,7 +14,7 @@ from hpctrain.errors import UserError
 def require_trainable(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], channels_last: bool, averages: bool
 ) -> None:
-    """Raises UserError where a model cannot be trained by one backward pass and one step of optimizers an update."""
+    """Raises UserError if a model cannot be trained by one backward pass and one step of optimizers an update."""
     own = set()
     for name, parameter in model.named_parameters():
         own.add(id(parameter))
@@ -52,7 +52,7 @@ def require_trainable(
 
 
 def require_own_statistics(model: torch.nn.Module, ranks: int) -> None:
-    """Raises UserError where a layer's statistics should run over the ranks, which they would not, without a word."""
+    """Raises UserError if a layer's statistics should run over the ranks, which they would not, without a word."""
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()  # by the task, for this layer
     for name, module in model.named_modules():
         if ranks > 1 and isinstance(module, torch.nn.SyncBatchNorm) and not joined:
@@ -63,7 +63,7 @@ def require_own_statistics(model: torch.nn.Module, ranks: int) -> None:
 
 
 def require_scalar(loss: Tensor) -> None:
-    """Raises UserError where a loss is one value a sample."""
+    """Raises UserError if a loss is one value a sample."""
     if loss.numel() != 1:
         raise UserError(
             f"the loss has shape {list(loss.shape)}",

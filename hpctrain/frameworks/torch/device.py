@@ -9,7 +9,7 @@ from hpctrain.errors import UserError
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """One GPU a rank, in turn, made the current one of this thread; the CPU where there is none."""
+    """One GPU a rank, in turn, made the current one of this thread; the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -18,7 +18,7 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def require_same_kind(device: torch.device, world: World) -> None:
-    """Raises UserError, on every rank, where some ranks have a GPU and others none. Collective."""
+    """Raises UserError, on every rank, if some ranks have a GPU and others none. Collective."""
     everywhere = world.everyone.allgather([device.type, world.host], "compare devices")
     if len({kind for kind, _ in everywhere}) > 1:
         blind = next(rank for rank, (kind, _) in enumerate(everywhere) if kind == "cpu")

@@ -17,7 +17,7 @@ SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scal
 
 
 def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], trains: bool) -> None:
-    """Raises UserError where the loss cannot be computed, or cannot be trained on.
+    """Raises UserError if the loss cannot be computed, or cannot be trained on.
 
     Args:
         batch: on the model's device.
@@ -27,19 +27,19 @@ def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], tr
     told = describe(outputs)
     fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
     with blamed("loss", fix), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")  # broadcast: hardly ever what is meant
+        warnings.filterwarnings("error", message="Using a target size")  # broadcast: rarely what is meant
         score = task.loss(outputs, batch)
     require_score(score, "loss")
     total = score[0] if isinstance(score, tuple) else score
     if trains and not (isinstance(total, Tensor) and total.requires_grad):
         raise UserError(
             f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
-            "compute it of the outputs with torch operations, without .item(), .detach(), argmax or NumPy",
+            "compute it from the outputs with torch operations, without .item(), .detach(), argmax or NumPy",
         )
 
 
 def try_metrics(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor]) -> None:
-    """Raises UserError where the loss or a metric of an evaluation cannot be computed."""
+    """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
     outputs = forward(task, model, batch)
     for name, metric in {"loss": task.loss, **{f"metrics[{key!r}]": one for key, one in task.metrics.items()}}.items():
         fix = (

@@ -68,13 +68,13 @@ class ReadyTask:
     optimizer_state: OptimizerState
     reducers: TorchReducers
     reducer: Reducer | None
-    """None where it has to be measured."""
+    """None if it has to be measured."""
 
 
 class TorchFramework:
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework.
 
-    Where the reducer has to be measured, that is done on the batch of the first update.
+    If the reducer has to be measured, that is done on the batch of the first update.
     """
 
     name = "torch"
@@ -110,22 +110,18 @@ class TorchFramework:
 
     @property
     def reducer_name(self) -> str | None:
-        """See Framework."""
         return self.reducer.name if self.reducer else None
 
     @property
     def gradient_bytes(self) -> int:
-        """See Framework."""
         return sum(4 * parameter.numel() for parameter in self.parameters)
 
     def set_learning_rate(self, factors: Factors) -> None:
-        """See Framework."""
         if factors != self.rate_factors and not isinstance(factors, OwnRates):
             self.rate_factors = factors
             self.optimizer_state.set_rates(factors)
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """See Framework."""
         self._for_training()
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
@@ -214,7 +210,6 @@ class TorchFramework:
             load_random(self.device, random)
 
     def dry_call(self, batch: HostBatch) -> None:
-        """See Framework."""
         with self._unchanged(), self._autocast():
             self._for_training()
             trains = any(parameter.requires_grad for parameter in self.model.parameters())
@@ -224,7 +219,6 @@ class TorchFramework:
                     try_metrics(self.task, self.model, self._to_device(copied(batch)))
 
     def evaluate(self, batch: HostBatch) -> Sums:
-        """See Framework."""
         with self._for_evaluation():
             inputs = self._to_device(batch)
             with self._autocast():
@@ -235,13 +229,11 @@ class TorchFramework:
             return {name: _sum_and_weight(score, samples) for name, score in scores.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        """See Framework."""
         with self._for_evaluation(), self._autocast():
             outputs = self.task.forward(self.call, self._to_device(batch))
         return {name: _to_host(value) for name, value in named_outputs(outputs).items()}
 
     def state(self) -> list[StateTensor]:
-        """See Framework."""
         scaler = self.scale.tensors() if self.scale else []
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
@@ -255,7 +247,7 @@ class TorchFramework:
         ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """See Framework. Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
@@ -265,7 +257,6 @@ class TorchFramework:
         load_random(self.device, arrays)
 
     def reseed(self, step: int) -> None:
-        """See Framework."""
         rank_seed = derive(self.config.seed, 1, self.world.data.rank, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         seed(rank_seed)
@@ -273,19 +264,18 @@ class TorchFramework:
             self.holdings.reseed(rank_seed)
 
     def synchronize(self) -> None:
-        """See Framework."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def place(self, samples: Samples) -> Samples:
-        """See Framework. The copy to the GPU may go on until the update is done: a batch is kept for so long."""
+        """The copy to the GPU may last until the update is done: a batch is kept until then."""
         if self.device.type != "cuda":
             return samples
         torch.cuda.set_device(self.device)  # of this thread, which would else open a context on the first GPU
         return {name: writable(array).pin_memory().numpy() for name, array in samples.items()}
 
     def staging(self, num_bytes: int) -> NDArray[np.uint8]:
-        """See Framework: page-locked if the model is on a GPU."""
+        """Page-locked if the model is on a GPU."""
         try:
             memory = torch.zeros(num_bytes, dtype=torch.uint8)
             buffer = memory.numpy()
@@ -297,11 +287,9 @@ class TorchFramework:
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def weights_hash(self) -> str:
-        """See Framework."""
         return digest(list(self.model.parameters()))
 
     def close(self) -> None:
-        """See Framework."""
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
@@ -318,7 +306,7 @@ class TorchFramework:
         return torch.autocast(self.device.type, self.low_precision)
 
     def _for_training(self) -> None:
-        """Layers in training mode, but for those that the task keeps in evaluation mode (frozen statistics)."""
+        """Layers in training mode, except those that the task keeps in evaluation mode (frozen statistics)."""
         if not self.model.training:
             self.model.train()
             for module in self.frozen:
@@ -326,7 +314,7 @@ class TorchFramework:
 
     @contextlib.contextmanager
     def _for_evaluation(self) -> Iterator[None]:
-        """No gradients, layers in evaluation mode, and the averaged weights where there are any."""
+        """No gradients, layers in evaluation mode, and the averaged weights if there are any."""
         if self.model.training:
             self.frozen = [module for module in self.model.modules() if not module.training]
             self.model.eval()
@@ -358,17 +346,17 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
         task: a TorchTask.
         world: the ranks.
         config: of the run.
-        clock: is told where the time of a step goes.
+        clock: marks where the time of a step goes.
         choice: how the reducer is chosen.
 
     Raises:
         UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
-            cannot be had.
+            cannot be used.
     """
     train, model = config.train, task.model
     device = pick_device(world.local_rank)
     require_same_kind(device, world)
-    if train.threads is not None:  # a supervisor has told the environment; mpirun has not
+    if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
     holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
     parts = holdings.parts()
@@ -396,14 +384,14 @@ def memory_format_of(train: TrainConfig) -> torch.memory_format:
 
 class _NoClock:
     def mark(self, phase: Phase) -> None:
-        """Rehearsals are no steps."""
+        """Rehearsals are not steps."""
 
     def end_step(self, work: float) -> None:
         """Nor do they end one."""
 
 
 def writable(array: NDArray[Any]) -> Tensor:
-    """A host array as a tensor: over the same memory where a task may change it in place, else over a copy."""
+    """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
 
 

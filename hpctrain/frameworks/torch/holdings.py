@@ -1,4 +1,4 @@
-"""State that a torch task keeps outside of its model: in its optimizer, and what that wraps, and in its loss."""
+"""State that a torch task keeps outside its model: in its optimizer, and what that wraps, and in its loss."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Root:
     value: Any
     is_shared: bool
     """Whether its state is equal on all ranks: the optimizer's. What sees each rank's own samples has its own state,
-    but for the parameters of modules; and values that appear while it works are taken for caches and logs there."""
+    except the parameters of modules; and values that appear while it works are taken for caches and logs there."""
 
     @property
     def placement(self) -> Placement:
@@ -84,7 +84,7 @@ class Found:
 
 
 class Holdings:
-    """State that a task keeps outside of its model and of the ``state`` of its optimizers.
+    """State that a task keeps outside its model and the ``state`` of its optimizers.
 
     - Modules: their parameters and buffers.
     - Objects with ``state_dict`` and ``load_state_dict``, and the extra state of modules: what these give.
@@ -177,13 +177,13 @@ class Holdings:
         return tensors + extra_tensors(self.extra_state)
 
     def _refuse_late(self, late: dict[str, str], updates: int) -> None:
-        """Raises UserError where what was not there from the start is not there once and for all either."""
+        """Raises UserError if what was not there from the start is not there once and for all either."""
         if self.looked_after and updates > self.looked_after:
             changed = [name for name, now in late.items() if self.late.get(name) != now]
             if changed:
                 path = changed[0].rpartition("/")[2]
                 raise UserError(
-                    f"{type(self.roots[0].value).__name__} keeps {path} outside of its state, where it cannot be saved",
+                    f"{type(self.roots[0].value).__name__} keeps {path} outside its state, where it cannot be saved",
                     "keep it in optimizer.state or in the groups, make it in the constructor, or give the optimizer a "
                     "state_dict and load_state_dict that hold it",
                 )

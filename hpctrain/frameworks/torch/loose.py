@@ -16,7 +16,7 @@ from hpctrain.train.reach import Place
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 MOST_BYTES = 16 << 20
-"""Of a tensor or array that is looked at where each rank has its own: a larger one is data."""
+"""Of a tensor or array that is looked at although each rank has its own: a larger one is data."""
 
 
 def is_loose(value: Any, most_bytes: float) -> bool:
@@ -46,7 +46,7 @@ def can_put(place: Place) -> bool:
 
 
 def loose_tensor(name: str, place: Place, placement: Placement) -> StateTensor:
-    """A value under a name. Raises UserError where it could not be put back."""
+    """A value under a name. Raises UserError if it could not be put back."""
     if not can_put(place):
         raise UserError(
             f"the task keeps {place.path}, which changes, where it cannot be put back",
@@ -58,7 +58,7 @@ def loose_tensor(name: str, place: Place, placement: Placement) -> StateTensor:
 
 
 def put_back(place: Place, saved: NDArray[Any]) -> None:
-    """Puts a saved value where it was. Raises UserError where it does not fit."""
+    """Puts a saved value where it was. Raises UserError if it does not fit."""
     value = place.value
     if isinstance(value, Tensor) and value.shape == saved.shape:
         TorchTensor(place.path, value).assign(saved)

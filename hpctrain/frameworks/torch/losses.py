@@ -37,7 +37,7 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
         fields: names of a sample's arrays.
 
     Raises:
-        UserError: no such name, or a loss that is no mean over the samples.
+        UserError: no such name, or a loss that is not a mean over the samples.
     """
     if isinstance(given, str):
         if given not in NAMES:

@@ -59,7 +59,7 @@ class OptimizerState:
     def set_rates(self, factors: float | Sequence[float]) -> None:
         """Multiplies the learning rates as they were when the task was made.
 
-        Raises UserError where there are not as many factors as parameter groups.
+        Raises UserError if there are not as many factors as parameter groups.
         """
         for place, group in self.rated_groups():
             rate = self.initial_rates[place] * self._factor_of(place, factors)
@@ -80,7 +80,7 @@ class OptimizerState:
         return factors[place[1]]
 
     def group_numbers(self) -> Iterator[tuple[str, float]]:
-        """Numbers of the groups, but for the rates, by name: some optimizers count or adapt there."""
+        """Numbers of the groups, except the rates, by name: some optimizers count or adapt there."""
         for name, index, group in groups_of(self.parts):
             for key, value in group.items():
                 if key != "lr" and isinstance(value, (bool, int, float)):
@@ -102,7 +102,7 @@ class OptimizerState:
         """``optimizer/<slot>/<parameter>``; empty before the first update.
 
         Raises:
-            UserError: an optimizer holds what is neither tensor nor number, or state of what is no parameter.
+            UserError: an optimizer holds what is neither tensor nor number, or state of what is not a parameter.
         """
         tensors: list[StateTensor] = []
         for part in self.parts:
@@ -179,12 +179,12 @@ def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
 
 
 def refuse_strangers(optimizer: Optimizer) -> None:
-    """Raises UserError where an optimizer keeps state that belongs to none of its parameters."""
+    """Raises UserError if an optimizer keeps state that belongs to none of its parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for key, value in optimizer.state.items():
         if id(key) not in own and not (isinstance(value, dict) and not value):
             raise UserError(
-                f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is none of its parameters",
+                f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is not one of its parameters",
                 "keep it in the parameters' state or groups, or give the optimizer a state_dict and load_state_dict",
             )
 
@@ -221,6 +221,6 @@ def slot_value(slot: str, value: NDArray[Any], group: Group, parameter: Tensor) 
 
 
 def device_of(slot: str, group: Group, parameter: Tensor) -> torch.device:
-    """Where a slot lies: beside its parameter, but for counts that are read on the host, as torch has it."""
+    """Where a slot lies: beside its parameter, except counts that are read on the host, as torch has it."""
     on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
     return torch.device("cpu") if on_host else parameter.device

@@ -16,21 +16,18 @@ class TorchProfiler:
         self.target = Path()
 
     def start(self, target: Path) -> None:
-        """See Profiler."""
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self.target = target
         self.running = profile(activities=[ProfilerActivity.CPU, *gpu])
         self.running.start()
 
     def stop(self) -> None:
-        """See Profiler."""
         running, self.running = self.running, None
         if running is not None:
             running.stop()
             running.export_chrome_trace(f"{self.target}.pt.trace.json")
 
     def abandon(self) -> None:
-        """See Profiler."""
         running, self.running = self.running, None
         if running is not None:
             running.stop()

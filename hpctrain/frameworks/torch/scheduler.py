@@ -48,12 +48,9 @@ class SchedulerHook(RateHook):
             )
         if isinstance(self.scheduler, ReduceLROnPlateau) and given.every != "evaluation":
             fix = "write TorchScheduler(..., every='evaluation', metric='loss')"
-            raise UserError(
-                f"ReduceLROnPlateau needs a metric, which TorchScheduler(every={given.every!r}) has not", fix
-            )
+            raise UserError(f"ReduceLROnPlateau needs a metric, which TorchScheduler(every={given.every!r}) lacks", fix)
 
     def adjusted(self, schedule: Schedule) -> Schedule:
-        """See RateHook."""
         return self.own_rates
 
     def own_rates(self, step: int) -> OwnRates:
@@ -63,7 +60,6 @@ class SchedulerHook(RateHook):
         return self.known[1]
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """See Hook."""
         if self.given.every == "evaluation":
             if not isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step()
@@ -77,20 +73,18 @@ class SchedulerHook(RateHook):
         return None
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         ends_epoch = training.state.batch == 0
         if self.given.every == "step" or (self.given.every == "epoch" and ends_epoch):
             self.scheduler.step()
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """See Hook. What a scheduler has set in the parameter groups (rates, momentum, betas) is part of it."""
+        """What a scheduler has set in the parameter groups (rates, momentum, betas) is part of it."""
         state = {"scheduler": self.scheduler.state_dict(), "groups": [numbers(each) for each in self.groups]}
         name = f"the state of {type(self.scheduler).__name__}"
         return dict(take_apart(state, lambda value: None, name).arrays())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See Hook."""
         name = type(self.scheduler).__name__
         state = put_together(saved, lambda *leaf: None, name)
         try:
@@ -138,7 +132,7 @@ def put_numbers(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def as_before(saved: Any, current: Any) -> Any:
-    """Saved state with Counters (MultiStepLR's milestones) where the scheduler's state has them."""
+    """Saved state with Counters (MultiStepLR's milestones) if the scheduler's state has them."""
     if isinstance(current, Counter):
         return Counter(saved)
     if isinstance(saved, dict) and isinstance(current, dict):

@@ -1,4 +1,4 @@
-"""State that objects tell themselves: by ``state_dict``, by the extra state of modules, by random generators."""
+"""State that objects report themselves: by ``state_dict``, by the extra state of modules, by random generators."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ class Generator:
     value: torch.Generator | np.random.Generator | random.Random
 
     def state_dict(self) -> Any:
-        """See Speaker."""
         if isinstance(self.value, torch.Generator):
             return self.value.get_state()
         return self.value.getstate() if isinstance(self.value, random.Random) else self.value.bit_generator.state
 
     def load_state_dict(self, state: Any) -> None:
-        """See Speaker."""
         if isinstance(self.value, torch.Generator):
             self.value.set_state(state.cpu())
         elif isinstance(self.value, random.Random):
@@ -100,7 +98,7 @@ def extra_tensors(modules: Iterable[tuple[str, Module]]) -> list[StateTensor]:
 
 
 def tree_tensors(name: str, value: Any, placement: Placement, what: str) -> list[StateTensor]:
-    """A nested value as named tensors. Raises UserError where it holds what cannot be saved."""
+    """A nested value as named tensors. Raises UserError if it holds what cannot be saved."""
     tree = take_apart(value, leaf_kind, what)
     tensors: list[StateTensor] = [
         ArrayTensor(f"{name}/{key}", array, placement) for key, array in tree.arrays().items()

@@ -40,7 +40,7 @@ class TorchTensor:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """See StateTensor; asynchronous where the tensor is on a GPU and ``out`` is page-locked."""
+        """Asynchronous if the tensor is on a GPU and ``out`` is page-locked."""
         source = self.tensor.detach()
         if out.ndim:
             source = source[first_row : first_row + len(out)]

@@ -22,7 +22,7 @@ from hpctrain.system.processes import TETHER
 
 
 def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = False) -> Verdict:
-    """Trains on so many ranks of this machine, under supervision.
+    """Trains on a number of ranks of this machine, under supervision.
 
     Args:
         config: the run.

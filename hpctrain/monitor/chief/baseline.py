@@ -1,4 +1,4 @@
-"""What ranks took when the run began: the reference where peers are too few, and for what slows all of them."""
+"""What ranks took when the run began: the reference if peers are too few, and for what slows all of them."""
 
 from __future__ import annotations
 

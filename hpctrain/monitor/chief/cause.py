@@ -11,7 +11,7 @@ from hpctrain.train.clock import Phase
 Array = NDArray[np.floating]
 
 COMPUTE = "compute"
-"""All parts are slower alike: the processor, not the program."""
+"""All parts are equally slower: the processor, not the program."""
 MIXED = "mixed"
 """Several parts, but not all."""
 NETWORK = "network"

@@ -72,7 +72,7 @@ class Chief:
         folder: the run folder.
         attempt: number of this attempt.
         config: the monitor section.
-        say: takes a sentence for the log; the flag tells that rank 0 may not be able to print it.
+        say: takes a sentence for the log; the flag says that rank 0 may not be able to print it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Chief:
             self.write_live()
         if self.open_hang is not None:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
-        if self.has_ended_ranks:  # that they are gone now is no news
+        if self.has_ended_ranks:  # it is known that they are gone
             return []
         if now < self.next_check:
             return []
@@ -162,7 +162,7 @@ class Chief:
         alive = [beat for _, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
         if alive and all(beat.state == STOPPED for beat in alive):
             if self.suspended_at is None:
-                self.say("every rank is stopped by a signal: until they go on, time does not count", False)
+                self.say("every rank is stopped by a signal: until they continue, time does not count", False)
             else:
                 self.stops.add(self.suspended_at, now)
             self.suspended_at = now
@@ -204,7 +204,7 @@ class Chief:
         return commands
 
     def decide(self, now: window.Window) -> list[Command]:
-        """Judges one window and tells what it changed; has a look taken at the hosts of those that are suspected."""
+        """Judges one window and reports what it changed; has the hosts of suspected ranks examined."""
         verdicts = self.judge.judge(now)
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
@@ -337,7 +337,7 @@ class Chief:
             self.say(f"the monitor cannot write its live view: {error.what}", False)
 
     def live(self, measures: Measures, most: int = 64) -> dict[str, object]:
-        """The last window: all ranks, or the busiest ones where there are many."""
+        """The last window: all ranks, or the busiest ones if there are many."""
         now = measures.window
         busy, wait = np.median(now.busy, axis=1), np.median(now.wait, axis=1)
         shown = sorted(np.argsort(-measures.excess)[:most].tolist())

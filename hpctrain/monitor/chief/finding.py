@@ -20,7 +20,7 @@ class Kind(enum.StrEnum):
     HOST = "host"
     """All ranks of a host are slower than their peers."""
     MANY = "many"
-    """So many ranks are slower that there is no telling who is normal."""
+    """Too many ranks are slower to tell who is normal."""
     UNEVEN = "uneven"
     """Two or three ranks differ since the start: no telling which of them is off."""
     ROTATING = "rotating"
@@ -52,7 +52,7 @@ class Finding:
     window: int
     """The window that led to it."""
     ranks: tuple[int, ...] = ()
-    """Who, where somebody is named."""
+    """Who, if somebody is named."""
     hosts: tuple[str, ...] = ()
     """The hosts of those ranks."""
     cause: str = ""

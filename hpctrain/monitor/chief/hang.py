@@ -17,7 +17,7 @@ TIMES_LONGEST = 10.0
 """The automatic limit in longest silences seen so far."""
 
 ENDED, GONE, STOPPED, SILENT = "ended", "gone", "stopped", "silent"
-"""States of a rank that tell something; anything else is the kernel's letter for a process that lives."""
+"""States of a rank that mean something; anything else is the kernel's letter for a process that lives."""
 LOST = (ENDED, GONE, STOPPED, SILENT)
 """States of ranks that cannot arrive."""
 
@@ -73,7 +73,7 @@ class Hang:
     silence_s: float
     """Seconds since anybody moved."""
     culprits: tuple[Beat, ...]
-    """Those who never arrived; empty where all ranks are in the same place."""
+    """Those who never arrived; empty if all ranks are in the same place."""
     waiting: tuple[Beat, ...]
     """The others."""
     died: bool
@@ -81,9 +81,9 @@ class Hang:
 
 
 def who_never_arrived(beats: list[Beat]) -> list[Beat]:
-    """Ranks that the others wait for; nobody where all are in the same place.
+    """Ranks that the others wait for; nobody if all are in the same place.
 
-    Those that cannot arrive, where there are any. Otherwise all that are not in the furthest exchange.
+    Those that cannot arrive, if there are any. Otherwise all that are not in the furthest exchange.
     """
     if lost := [beat for beat in beats if beat.state in LOST]:
         return lost

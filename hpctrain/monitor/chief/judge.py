@@ -39,7 +39,7 @@ class Rule:
     many: float = 1 / 3
     """From this share of slow ranks on, nobody is singled out."""
     few_ranks: int = 3
-    """Up to this number of ranks the peers' median is no reference, and each rank's own past is asked too."""
+    """Up to this number of ranks the peers' median is not a reference, and each rank's own past is asked too."""
     pauses: float = 0.05
     """Share of the time that one rank's pauses must cost to be named."""
     rotating: float = 0.10
@@ -47,7 +47,7 @@ class Rule:
     imbalance: float = 0.10
     """Share of the time lost to unequal work from which on it is reported."""
     luck: float = 1e-6
-    """Pauses are one rank's own where random ranks would look like that with less than this probability."""
+    """Pauses are one rank's own if random ranks would look like that with less than this probability."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Judge:
         return named
 
     def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
-        """So many slow ranks that the spread between ranks, or even the median, is theirs.
+        """Too many slow ranks: the spread between ranks, or even the median, is theirs.
 
         Up to half of the ranks show as a gap between two groups; more than half only by what they were before.
         """
@@ -179,9 +179,9 @@ class Judge:
         ]
 
     def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
-        """One verdict a rank, or one a host where all ranks of a host with several say the same.
+        """One verdict a rank, or one a host if all ranks of a host with several say the same.
 
-        Where these are many, the slowest are told one by one and the others together.
+        If these are many, the slowest are reported one by one and the others together.
         """
         if not len(ranks):
             return []
@@ -350,7 +350,7 @@ class Judge:
             True,
             False,
             ranks=tuple(window.ranks[silent].tolist()),
-            note="these ranks mark no exchange, so their waiting cannot be told from their work",
+            note="these ranks mark no exchange, so their waiting cannot be distinguished from their work",
         )
 
     def condition(

@@ -17,7 +17,7 @@ Counts = NDArray[np.int64]
 REMEMBERED = 64
 """Windows."""
 RECENT = 8
-"""Windows that tell whether it still goes on."""
+"""Windows that show whether it still continues."""
 
 
 class Pauses:

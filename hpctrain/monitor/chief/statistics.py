@@ -79,15 +79,15 @@ def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float
 
 
 def step_seconds(busy: Array, wait: Array) -> float:
-    """Seconds that the window took: busy and wait of a rank add up to it, on every rank alike."""
+    """Seconds that the window took: busy and wait of a rank add up to it, on every rank."""
     return max(float(np.median((busy + wait).sum(axis=1))), 1e-9)
 
 
 def work_explains(busy: Array, work: Array) -> Array:
     """[R, S] seconds of each busy time that come from more (or less) work than the typical step's.
 
-    Where a rank's own work varies from step to step, the slope is fitted within ranks, so that a slow rank cannot pass
-    for a loaded one. Where it does not vary, time is taken to be at most proportional to work, and only to excuse.
+    If a rank's own work varies from step to step, the slope is fitted within ranks, so that a slow rank cannot pass
+    for a loaded one. If it does not vary, time is taken to be at most proportional to work, and only to excuse.
     """
     centre = float(np.median(work))
     if centre <= 0 or not np.isfinite(work).all() or float(np.ptp(work)) == 0:

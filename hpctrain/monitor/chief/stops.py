@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 REMEMBERED = 64
-"""Spans; older ones are long past by the time that there are so many."""
+"""Spans; older ones are long past by the time that there are this many."""
 
 
 class Stops:

@@ -50,7 +50,7 @@ class AgentPlan:
     """Where the first node's agent listens."""
     port: int
     listener: int | None
-    """Descriptor of the listening socket; the first node's agent only, where there are several nodes."""
+    """Descriptor of the listening socket; the first node's agent only, if there are several nodes."""
     chief: dict[str, Any] | None
     """hosts, nodes, folder, attempt and config; the first node's agent only."""
 
@@ -78,7 +78,7 @@ class Ears:
             self.selector.unregister(source)
 
     def select(self, seconds: float) -> list[socket.socket | Connection]:
-        """Sources that have something, after at most so many seconds. Deaths are handed to the node."""
+        """Sources that have something, after at most ``seconds``. Deaths are handed to the node."""
         for descriptor in self.node.new_lives():
             self.selector.register(descriptor, selectors.EVENT_READ, data="life")
         keys = [key for key, _ in self.selector.select(seconds)]
@@ -262,7 +262,7 @@ class NodeAgent:
 
 
 class Voice:
-    """Brings sentences to the log: through the first rank, or past it where it may hang."""
+    """Brings sentences to the log: through the first rank, or past it if it may hang."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader

@@ -79,7 +79,7 @@ def compare(before: Reading, after: Reading) -> Findings:
 
 
 def share_waited(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
-    """Share of the time that a process waited for a processor; 0 where that is not known."""
+    """Share of the time that a process waited for a processor; 0 if that is not known."""
     return (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds if before else 0.0
 
 
@@ -141,7 +141,7 @@ def network_counters() -> dict[str, float]:
 
 
 def process_counters(pid: int) -> dict[str, float]:
-    """Counters of one process; empty where it is gone. Waiting is that of the thread that waited longest."""
+    """Counters of one process; empty if it is gone. Waiting is that of the thread that waited longest."""
     folder = PROC / str(pid)
     stat = (text_of(folder / "stat") or "").rpartition(")")[2].split()
     if not stat:
@@ -161,7 +161,7 @@ def process_counters(pid: int) -> dict[str, float]:
 
 
 def gpu_clocks() -> tuple[str, ...]:
-    """GPUs that hardware or heat slows down; nothing where nvidia-ml-py or a GPU is missing."""
+    """GPUs that hardware or heat slows down; nothing if nvidia-ml-py or a GPU is missing."""
     try:
         import pynvml  # type: ignore[import-not-found]
 
@@ -190,9 +190,9 @@ def gpu_clocks() -> tuple[str, ...]:
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
-    """NVML's indices of this job's GPUs among ``count``: where Slurm does not hide those of other jobs, it names ours.
+    """NVML's indices of this job's GPUs among ``count``: if Slurm does not hide those of other jobs, it names ours.
 
-    Where it hides them, indices begin at 0 again and what it names does not hold. A step's names come first: the job's
+    If it hides them, indices begin at 0 again and what it names does not hold. A step's names come first: the job's
     are those of the node that the script runs on.
     """
     named = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
@@ -231,7 +231,7 @@ def processor_seconds() -> dict[int, float]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """A folder's entries; none where it cannot be read."""
+    """A folder's entries; none if it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -239,7 +239,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def text_of(path: Path) -> str | None:
-    """A small file's content; None where it cannot be read."""
+    """A small file's content; None if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -247,5 +247,5 @@ def text_of(path: Path) -> str | None:
 
 
 def lines_of(path: Path) -> list[str]:
-    """A small file's lines; none where it cannot be read."""
+    """A small file's lines; none if it cannot be read."""
     return (text_of(path) or "").splitlines()

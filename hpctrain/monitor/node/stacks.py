@@ -1,4 +1,4 @@
-"""The stacks of a process from outside: what a hung rank is doing, even where it is stopped."""
+"""The stacks of a process from outside: what a hung rank is doing, even if it is stopped."""
 
 from __future__ import annotations
 

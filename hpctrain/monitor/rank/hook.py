@@ -28,7 +28,6 @@ class MonitorHook(BaseHook):
         self.orderly = False
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """See Hook."""
         if self.steps == 0:
             self.session.starts_at(training.state.step - 1)
         self.steps += 1
@@ -37,9 +36,7 @@ class MonitorHook(BaseHook):
         return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """See Hook."""
         self.orderly = True
 
     def close(self) -> None:
-        """See Hook."""
         self.session.close(self.orderly)

@@ -32,7 +32,7 @@ from hpctrain.system import foreign_text, python
 from hpctrain.system.files import make_folder, open_log
 
 DUMP_ON = signal.SIGRTMAX - 3
-"""Signal on which a rank writes its stacks where py-spy may not read them; frameworks and schedulers leave it alone."""
+"""Signal on which a rank writes its stacks if py-spy may not read them; frameworks and schedulers leave it alone."""
 CLOSE_S = 10.0
 """Longest wait for the agent at the end of a run."""
 PR_SET_PTRACER = 0x59616D61
@@ -43,7 +43,7 @@ class Session:
 
     Args:
         clock: what the rank marks its phases on.
-        agent: the node's agent, on its first rank; None elsewhere, or where there is no monitor.
+        agent: the node's agent, on its first rank; None elsewhere, or if there is no monitor.
         dump_file: where faulthandler writes.
     """
 
@@ -96,12 +96,15 @@ class Session:
 def start(world: World, folder: Path | str, config: MonitorConfig | None = None) -> Session:
     """Starts the monitor; every rank of the world calls it, at the same point.
 
-    One rank a node starts the node's agent. Where anything about it fails, training goes on without a monitor.
+    One rank a node starts the node's agent. If anything about it fails, training continues without a monitor.
 
     Args:
         world: all ranks.
         folder: the run folder: the monitor writes to its ``monitor`` folder.
         config: thresholds and actions; by default those of the run file, but a hang is only reported.
+
+    Returns:
+        This rank's session; leaving it as a context manager closes it.
     """
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
@@ -228,7 +231,7 @@ def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[
 
 
 def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
-    """Lets the agent read this process's stacks: as a tracer where the system asks for leave, and by a signal."""
+    """Lets the agent read this process's stacks: as a tracer if the system asks for leave, and by a signal."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
     try:

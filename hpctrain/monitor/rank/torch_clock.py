@@ -30,7 +30,7 @@ class CudaMarks:
         self.clock = clock
         self.free: list[torch.cuda.Event] = []
         self.waiting: deque[tuple[int, torch.cuda.Event, float]] = deque()
-        """Phase, its end, and the step's work where the step ends with it (else -1)."""
+        """Phase, its end, and the step's work if the step ends with it (else -1)."""
         self.last = self.record()
 
     def record(self) -> torch.cuda.Event:
@@ -40,14 +40,13 @@ class CudaMarks:
         return event
 
     def mark(self, phase: int) -> None:
-        """See StepClock."""
         self.waiting.append((phase, self.record(), -1.0))
         head = self.clock.head
         head[MARKED_AT] = monotonic()
         head[MARKED_PHASE] = phase
 
     def end_step(self, work: float = 1.0) -> None:
-        """See StepClock. Enters what the device has finished; a step's row may come some steps late."""
+        """Enters what the device has finished; a step's row may come some steps late."""
         clock = self.clock
         self.waiting.append((REST, self.record(), work))
         clock.head[MARKED_AT] = monotonic()

@@ -16,7 +16,7 @@ QUEUED_MESSAGES = 64
 READ_BYTES = 1 << 18
 """Bytes that are taken from a trusted peer at a time; from others only those of the greeting."""
 UNANSWERED_MS = 30_000
-"""The kernel gives up a connection whose bytes have not been acknowledged for so long."""
+"""The kernel gives up a connection whose bytes have not been acknowledged for this long."""
 
 
 class Connection:

@@ -53,7 +53,7 @@ class Door:
         self.rests_until = 0.0
 
     def has_room(self, now: float, trusted: int) -> bool:
-        """Whether to accept now, beside so many trusted connections; else newcomers wait in the kernel's queue."""
+        """Whether to accept now, beside ``trusted`` connections; else newcomers wait in the kernel's queue."""
         left = self.descriptors - self.limits.reserved_descriptors - trusted
         return now >= self.rests_until and len(self.strangers) < min(self.limits.strangers, left)
 

@@ -1,4 +1,4 @@
-"""What agents tell each other, as bytes: a JSON header and float32 arrays."""
+"""What agents send each other, as bytes: a JSON header and float32 arrays."""
 
 from __future__ import annotations
 

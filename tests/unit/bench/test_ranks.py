@@ -18,4 +18,4 @@ def test_a_program_that_does_not_end_is_a_clear_error(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("benchmark", ["data", "checkpoint"])
 def test_a_folder_that_is_not_there_is_a_clear_error(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", benchmark, "--folder", "/nowhere"]) == ExitCode.USER_ERROR
-    assert "--folder /nowhere is no folder" in capsys.readouterr().err
+    assert "--folder /nowhere is not a folder" in capsys.readouterr().err

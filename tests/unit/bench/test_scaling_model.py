@@ -96,7 +96,7 @@ def test_the_recommendation_is_the_last_size_that_is_efficient_enough() -> None:
 
 
 def test_a_recommendation_knows_its_limits() -> None:
-    assert "nothing larger was looked at" in recommend("weak", [row(1, 1.0), row(2, 0.9)], 0.7).sentence
+    assert "nothing larger was considered" in recommend("weak", [row(1, 1.0), row(2, 0.9)], 0.7).sentence
     assert "might still reach 70%" in recommend("weak", [row(1, 1.0), row(2, 0.66, high=0.75)], 0.7).sentence
     nothing = recommend("strong", [row(1, 0.5)], 0.7)
     assert nothing.shape is None and "not even 1 node (4 ranks)" in nothing.sentence

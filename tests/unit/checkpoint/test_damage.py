@@ -216,7 +216,7 @@ def test_verify_outlives_what_libhdf5_does_with_odd_files(
     assert how_it_ended(crashed) == "HDF5 crashes on it (SIGSEGV)"
     monkeypatch.setattr("hpctrain.checkpoint.verify.LOOK_S", 0)
     monkeypatch.setattr("hpctrain.checkpoint.verify.DATASET_S", 0)
-    assert "HDF5 has not come to an end with it after 0 s" in verify_checkpoint(store, 2).problems[0]
+    assert "HDF5 did not finish reading it within 0 s" in verify_checkpoint(store, 2).problems[0]
 
 
 def sum_up(store: CheckpointStore) -> None:

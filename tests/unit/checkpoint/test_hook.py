@@ -308,7 +308,7 @@ def test_a_changed_run_file_is_refused_and_nothing_is_touched(tmp_path: Path) ->
 def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
     with closing(CheckpointStore(tmp_path)) as store:
         store.save({"x": np.zeros(1)})
-    with pytest.raises(UserError, match="not of a training run"):
+    with pytest.raises(UserError, match="not from a training run"):
         Run(tmp_path).attempt()
 
 

@@ -95,7 +95,7 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("schedule: {warmup_epochs: .inf}", "run.yaml:4: schedule.warmup_epochs is inf", "1000000 or less"),
         ("checkpoint: {every_minutes: .nan}", "run.yaml:4: checkpoint.every_minutes is nan", "above 0"),
         ("checkpoint:\n  keep_last: 0", "run.yaml:5: checkpoint.keep_last is 0", "1 or more"),
-        ("train: {epochs: 4}", "'train' stands in line 3 already", "one of the two"),
+        ("train: {epochs: 4}", "'train' is in line 3 already", "one of the two"),
         ("data: [", "run.yaml:5 is not YAML", "indentation"),
         ("launch: {command: [ls]}", "task and launch.command are both given", "launch.command"),
     ],

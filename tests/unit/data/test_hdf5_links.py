@@ -152,7 +152,7 @@ class TestLinks:
         with h5py.File(folder / "a.h5", "w") as file:
             file["group/x"] = NUMBERS
             file["group/again"] = file["group"]
-        refused(folder / "a.h5", "'group/again' stands in itself")
+        refused(folder / "a.h5", "'group/again' contains itself")
         assert np.array_equal(everything(folder / "a.h5", fields=["group/x"])["group/x"], NUMBERS)
 
     def test_a_file_with_too_many_names(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def symbolic_link_out(path: Path, outside: Path) -> Path:
 class TestOutside:
     def test_it_is_refused_unless_it_is_named(self, folder: Path, outside: Path, make: Callable[..., Path]) -> None:
         path = make(folder / "a.h5", outside)
-        error = refused(path, str(outside), "outside of the data set's own folder")
+        error = refused(path, str(outside), "outside the data set's own folder")
         assert str(outside) in error.fix
         assert np.array_equal(everything(path, allow_outside=[outside])["x"], NUMBERS)
         words = ["--allow-outside", str(outside)]
@@ -362,7 +362,7 @@ class TestOutside:
         run_file = folder / "run.yaml"
         text = f"name: a\ntask: {folder}/task.py:task\ntrain: {{steps: 1, global_batch: 2}}\n"
         run_file.write_text(text)
-        with pytest.raises(UserError, match="outside of the data set's own folder") as caught:
+        with pytest.raises(UserError, match="outside the data set's own folder") as caught:
             make_problem(loading.load(run_file), alone())
         run_file.write_text(text + "data:\n  " + caught.value.fix.split("`")[1] + "\n")
         problem = make_problem(loading.load(run_file), alone())

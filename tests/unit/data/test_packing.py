@@ -148,7 +148,7 @@ class TestCsv:
             ("", "has no header line"),
             ("größe\n1\n", "is not text in UTF-8: invalid start byte 0xf6"),
             ("a\n1\ngröße\n", "is not text in UTF-8: invalid start byte 0xf6"),
-            ("a\n" + "1" * 200_000 + "\n", "is no CSV table: field larger than field limit"),
+            ("a\n" + "1" * 200_000 + "\n", "is not a CSV table: field larger than field limit"),
         ],
     )
     def test_bad_tables(self, content: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,7 +330,7 @@ class TestWriting:
             (["a.npz", "-o", "b.h5", "--size", "4x4"], "for images"),
             (["a.npz", "-o", "b.h5", "--size", "big"], "not a size"),
             (["a.npz", "-o", "b.h5", "--chunks", "0"], "at least 1"),
-            (["a.npz", "-o", "b.h5", "--dtype", "floaty"], "is no dtype"),
+            (["a.npz", "-o", "b.h5", "--dtype", "floaty"], "is not a dtype"),
             (["a.npz", "-o", "b.h5", "--dtype", "z=int8"], "there is no array 'z'"),
             (["a.npz", "-o", "b.h5", "--dtype", "object"], "not a number"),
             (["a.npz", "-o", "b.h5", "--field", "z=x,y"], "holds arrays"),

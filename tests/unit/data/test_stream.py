@@ -173,7 +173,7 @@ class Shrinking(Again):
     [
         (Again(0), "the stream Again gives no samples"),
         (iter([1, 2]), "list_iterator can be read only once"),
-        (3, "int is no stream"),
+        (3, "int is not a stream"),
         (["a", "b"], "'x' has dtype <U1, which is not a number"),
     ],
 )

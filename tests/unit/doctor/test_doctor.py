@@ -147,7 +147,7 @@ FAST = {
 
 def test_transports_are_read_from_what_open_mpi_says():
     assert ranks.transport(OPEN_MPI_SUMMARY, "x") == "sm within a node, tcp between nodes"
-    assert ranks.transport("", "MPICH 5") == "not told by MPICH 5"
+    assert ranks.transport("", "MPICH 5") == "not known from MPICH 5"
 
 
 def test_measurements_are_judged():

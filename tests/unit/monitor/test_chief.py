@@ -275,7 +275,7 @@ def test_a_run_whose_ranks_are_all_stopped_is_suspended_not_hung(tmp_path: Path)
         look(chief, float(second), {0: second - 99.0}, "stopped")
     look(chief, 227.0, {0: 128.0})
     assert chief.open_hang is None
-    assert said == ["every rank is stopped by a signal: until they go on, time does not count"]
+    assert said == ["every rank is stopped by a signal: until they continue, time does not count"]
     look(chief, 250.0, {0: 151.0})
     assert chief.open_hang is not None, "it did not go on afterwards"
 

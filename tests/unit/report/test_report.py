@@ -318,7 +318,7 @@ def test_what_slows_a_running_run(tmp_path: Path) -> None:
     )
     info = {"attempts": [attempt(1, 0, None)]}
     answer = explain(read(folder(tmp_path, trained(2), slow, info=info)))
-    assert (answer.cause, answer.title) == ("straggler", "The run goes on; rank 3 on n2 is slow")
+    assert (answer.cause, answer.title) == ("straggler", "The run is under way; rank 3 on n2 is slow")
 
 
 def test_a_run_that_cannot_save_is_told_what_that_means(tmp_path: Path) -> None:

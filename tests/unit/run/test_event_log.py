@@ -54,7 +54,7 @@ def test_events_wait_for_space_and_come_in_order(disk: Disk) -> None:
     assert disk.steps() == [1, 2, 3, 4, 5]
     assert decode(disk.path.read_bytes())[2].time == 5.0
     (warning,) = said
-    assert "events.jsonl cannot be written: No space left on device; training goes on" in warning
+    assert "events.jsonl cannot be written: No space left on device; training continues" in warning
 
 
 def test_what_is_lost_at_the_end_is_told_once(disk: Disk) -> None:

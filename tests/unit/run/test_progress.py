@@ -93,7 +93,7 @@ def test_saves_that_fail_are_told_until_one_succeeds() -> None:
     failed = [event("checkpoint_failed", step, failures=step - 3, error="disk full") for step in (4, 5, 6)]
     made = progress(event("checkpoint_saved", 3, path="x", bytes=1, stall_s=0.0, write_s=0.0), *failed)
     assert made.failing_saves == (
-        "3 checkpoints in a row failed, the last at step 6; the newest is of step 3: disk full"
+        "3 checkpoints in a row failed, the last at step 6; the newest is from step 3: disk full"
     )
     assert made.warnings[-1].text == "the checkpoint could not be written (3 checkpoints in a row): disk full"
     add(made, event("checkpoint_saved", 7, path="x", bytes=1, stall_s=0.0, write_s=0.0))

@@ -69,7 +69,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Directive:
-    """One ``#SBATCH`` line: a long option, and its value where it has one."""
+    """One ``#SBATCH`` line: a long option, and its value if it has one."""
 
     name: str
     value: str | None = None
@@ -175,7 +175,7 @@ def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
 
 
 def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
-    """Raises UserError where a directive stands twice or excludes another."""
+    """Raises UserError if a directive stands twice or excludes another."""
     directives = tuple(directives)
     kinds = [directive.kind for directive in directives]
     for kind in kinds:

@@ -23,7 +23,7 @@ class Job:
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Job | None:
-    """The job of a batch script, or None outside of one."""
+    """The job of a batch script, or None outside one."""
     number = environ.get("SLURM_JOB_ID")
     if not number or "SLURM_JOB_NODELIST" not in environ:
         return None

@@ -14,13 +14,13 @@ class Who(StrEnum):
     """Who ends a job."""
 
     NOBODY = "nobody"
-    """It goes on, as far as Slurm knows."""
+    """It continues, as far as Slurm knows."""
     PERSON = "person"
-    """Cancelled, or ended in a way that cannot be told from that: nobody else may start it again."""
+    """Cancelled, or ended in a way that looks the same: nobody else may start it again."""
     LIMIT = "limit"
-    """Its time is over, or a node lost: to go on is for us."""
+    """Its time is over, or a node lost: resuming is for us."""
     PREEMPTION = "preemption"
-    """Its nodes are wanted, after a grace time: to go on is for us."""
+    """Its nodes are wanted, after a grace time: resuming is for us."""
     REQUEUE = "requeue"
     """Slurm has put it back into the queue already: scontrol requeue, preemption without a grace time."""
 
@@ -29,14 +29,14 @@ def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
     """Who ends the job that this process runs in.
 
     Args:
-        fields: of ``scontrol show job``; empty where Slurm does not tell.
+        fields: of ``scontrol show job``; empty if Slurm does not say.
         restarts: times that the job had been requeued when this process started.
     """
     state = fields.get("JobState", "RUNNING")
     if int(fields.get("Restarts") or 0) > restarts:
         return Who.REQUEUE
     if state in GOING_ON:
-        # The job runs on until the grace time is over; only the ranks are told, by SIGTERM.
+        # The job runs on until the grace time is over; only the ranks are informed, by SIGTERM.
         preempted = fields.get("PreemptTime", "None")
         since_start = preempted >= fields.get("StartTime", "")
         return Who.PREEMPTION if preempted != "None" and since_start else Who.NOBODY

@@ -25,7 +25,7 @@ class Launcher(Protocol):
         """The command line that starts a program with its arguments on every rank; variables named reach the ranks."""
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Variables that the launcher itself needs, where the user has not set them."""
+        """Variables that the launcher itself needs, if the user has not set them."""
 
     def describe(self) -> str:
         """For people."""

@@ -57,7 +57,7 @@ def reports(lines: Iterable[str], mark: str = MARK) -> list[dict[str, Any]]:
 
 
 def hosts_of_tasks(found: Reports) -> dict[int, str]:
-    """Hosts of Slurm's tasks; meaningless where srun did not start the ranks."""
+    """Hosts of Slurm's tasks; meaningless if srun did not start the ranks."""
     return {int(report["task"]): report["host"] for report in found if report["stage"] == "host" and report.get("task")}
 
 
@@ -110,7 +110,7 @@ def _folders(first: Reports) -> list[Problem]:
 
 
 def _code(report: Mapping[str, Any], folder: str) -> Code:
-    """Why a folder cannot be written, where that is one of the things that have a code of their own."""
+    """Why a folder cannot be written, if that is one of the things that have a code of their own."""
     code = Code.read(report.get(f"{folder}_code"))
     return Code.PREFLIGHT if code in (Code.EXCEPTION, Code.UNKNOWN) else code
 
@@ -121,13 +121,13 @@ def _devices(first: Reports, expected: Expected) -> list[Problem]:
     problems = []
     for host, ranks in _by_host(first).items():
         visible = {device for report in ranks for device in report["devices"]}
-        # With --gpus-per-task each rank sees one device, which may be numbered 0 on each; UUIDs tell them apart.
+        # With --gpus-per-task each rank sees one device, which may be numbered 0 on each; UUIDs distinguish them.
         share = expected.gpus_per_node // max(1, len(ranks))
         private = all(name.isdigit() for name in visible) and all(len(report["devices"]) == share for report in ranks)
         if len(visible) < expected.gpus_per_node and not (private and visible):
             what = f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs"
             problems.append(
-                Problem(what, f"exclude the host (--exclude {host}); hpctrain doctor on it tells more", host)
+                Problem(what, f"exclude the host (--exclude {host}); hpctrain doctor on it says more", host)
             )
     return problems
 
@@ -145,7 +145,7 @@ def _cores(first: Reports, expected: Expected) -> list[Problem]:
 
 
 def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Problem]:
-    """The most fundamental thing that is wrong with MPI; what follows from it is not told."""
+    """The most fundamental thing that is wrong with MPI; what follows from it is not reported."""
     for report in joined:
         if "mpi_error" in report:
             what = f"{report['host']}: {report['mpi_error']}"
@@ -168,7 +168,9 @@ def _alone(first: Reports, joined: Reports, expected: Expected) -> Problem | Non
         return None
     library = joined[0]["library"]
     if sizes == {1}:
-        what = f"{len(joined)} ranks of {library} each believe to be alone: srun's MPI type does not match the library"
+        what = (
+            f"{len(joined)} ranks of {library} each believe they are alone: srun's MPI type does not match the library"
+        )
         fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"
         return Problem(what, fix, launcher=True, code=Code.SINGLETONS)
     what = f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}"

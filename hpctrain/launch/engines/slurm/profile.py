@@ -147,13 +147,13 @@ def _checked(raw: dict[str, Any], path: Path) -> Layer:
 
 def _section(section: type, values: Any, place: str) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise UserError(f"{place} is no table", "write [launch] and [launch.slurm]")
+        raise UserError(f"{place} is not a table", "write [launch] and [launch.slurm]")
     allowed = _allowed(section)
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             raise UserError(
-                f"{place}.{key} is nothing that a profile can give",
+                f"{place}.{key} is not something that a profile can set",
                 f"did you mean {near[0]}?" if near else f"use {', '.join(allowed)}",
             )
     return {key: _value(value, allowed[key], f"{place}.{key}") for key, value in values.items()}

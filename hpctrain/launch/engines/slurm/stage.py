@@ -79,7 +79,7 @@ def unpack(archive: Path, folder: Path) -> None:
     Raises:
         UserError: it cannot be read, is damaged, or does not fit.
     """
-    with _explained(str(archive), f"{ROOM}, or remove {archive}: it is then made anew"):
+    with _explained(str(archive), f"{ROOM}, or remove {archive}: it is then made again"):
         record = folder / RECORD
         stamp = json.dumps(_stamp(archive))
         if record.exists() and record.read_text() == stamp:
@@ -96,7 +96,7 @@ def unpack(archive: Path, folder: Path) -> None:
 def pack(prefix: Path, archive: Path) -> None:
     """One file of a Python environment: nodes then read one large file, not very many small ones.
 
-    Made once, and anew where packages have been installed since.
+    Made once, and again if packages have been installed since.
 
     Raises:
         UserError: it cannot be written, or something in the environment cannot be read.

@@ -135,8 +135,8 @@ def test_a_file_that_changes_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"x": 1}\n{"x": 1', "record 1 is no JSON: "),
-        ('{"x": 1}\n[1]', "record 1 is no JSON object"),
+        ('{"x": 1}\n{"x": 1', "record 1 is not JSON: "),
+        ('{"x": 1}\n[1]', "record 1 is not a JSON object"),
         ('{"x": 1}\n{"x": 1.5}', r"gives x float64 for sample 1 where x int64"),
         ("\n\n", "holds no records"),
     ],

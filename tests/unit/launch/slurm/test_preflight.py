@@ -109,7 +109,7 @@ def test_singletons_are_the_launchers_fault() -> None:
     for report in found:
         report.update({"rank": 0, "size": 1, "local_rank": 0, "sum": 0} if report["stage"] == "mpi" else {})
     problem = judge(found, EXPECTED, HOSTS)[0]
-    assert problem.launcher and "each believe to be alone" in problem.what and "launch.slurm.mpi" in problem.fix
+    assert problem.launcher and "each believe they are alone" in problem.what and "launch.slurm.mpi" in problem.fix
 
 
 def test_a_launcher_that_starts_nothing() -> None:

@@ -58,9 +58,9 @@ def test_a_false_in_the_run_file_is_given(tmp_path: Path) -> None:
         ('[launch.slurm]\ngpus_per_node = "4"\n', "give integer"),
         ('[launch]\nlauncher = "ssh"\n', "auto, srun, mpirun"),
         ("[slurm]\n", r"has the key 'slurm'"),
-        ("[launch]\nslurm = 3\n", "is no table"),
+        ("[launch]\nslurm = 3\n", "is not a table"),
         ("launch = ", "is not TOML"),
-        ("[launch]\nnodes = 4\n", "nothing that a profile can give"),
+        ("[launch]\nnodes = 4\n", "not something that a profile can set"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
