@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling.scaling_command import allreduce_over_ring
 from hpctrain.bench.scaling.fit import Sample, Shape, fit_exchange
+from hpctrain.bench.scaling.scaling_command import allreduce_over_ring
 from tests.support import netns
 from tests.support.command import hpctrain, write_run
 

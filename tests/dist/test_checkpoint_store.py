@@ -87,9 +87,11 @@ def the_docs_read_the_same(folder: Path) -> None:
     """The page's example for plain h5py gives what the store gives, the ranks' own statistics included."""
     text = (ROOT / "docs" / "checkpoints.md").read_text()
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "import h5py" in each]
-    example = example.replace("checkpoints/step-000000100", str(folder)).replace('arrays["model/weight"].shape', "(3, 4)")
+    example = example.replace("checkpoints/step-000000100", str(folder)).replace(
+        'arrays["model/weight"].shape', "(3, 4)"
+    )
     found: dict[str, Any] = {}
-    exec(example, found)
+    exec(example, found)  # noqa: S102
     arrays = CheckpointStore(folder.parent).load(2).arrays
     assert found["arrays"].keys() == {name for name in arrays if name != "seen"}
     for name, array in found["arrays"].items():
@@ -122,7 +124,6 @@ def test_a_file_size_limit_on_one_rank_abandons_the_checkpoint_on_all(mpirun: Ru
 def test_one_that_is_given_up_makes_way_for_the_one_that_waits(mpirun: Run, tmp_path: Path) -> None:
     result = mpirun(2, PROGRAM, "dropped", tmp_path / "checkpoints")
     assert "dropped ['step-000000003']" in result.stdout
-
 
 
 @pytest.mark.world_size(2)

@@ -108,7 +108,9 @@ def test_looking_for_a_task_runs_nothing_of_it(trap: Path, tmp_path: Path) -> No
     )
     said = run(trap, PROGRAM, "doctor", "--json", str(tmp_path / "run.yaml"))
     assert_nothing_ran(trap, said)
-    assert {"topic": "task", "value": "package.tasks:task", "status": "ok", "fix": ""} in json.loads(said.stdout)["findings"]
+    assert {"topic": "task", "value": "package.tasks:task", "status": "ok", "fix": ""} in json.loads(said.stdout)[
+        "findings"
+    ]
 
 
 EMPTY_ENTRY = """

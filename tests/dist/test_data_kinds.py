@@ -27,7 +27,9 @@ def seen(folder: Path, ranks: int) -> dict[str, list[str]]:
     found = {}
     for kind in KINDS:
         files = [folder / f"{kind}-{rank}" for rank in range(ranks)]
-        found[kind] = " ".join(map(" ".join, zip_longest(*(file.read_text().splitlines() for file in files), fillvalue=""))).split()
+        found[kind] = " ".join(
+            map(" ".join, zip_longest(*(file.read_text().splitlines() for file in files), fillvalue=""))
+        ).split()
         for file in files:
             file.unlink()
     return found

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpctrain.run.live_lock import LiveLock, myself, read
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.live_lock import LiveLock, myself, read
 from tests.support.command import endings, hpctrain, leftovers, misbehaving_run, processes_of, started, wait_for
 
 SLOWLY = {"STEP_S": "0.1"}

@@ -14,11 +14,10 @@ import pytest
 
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import KINDS
-from hpctrain.run.last_words import read as read_words
-from hpctrain.system.processes import own_session
 from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import read as read_words
 from hpctrain.run.view import RunView
-from hpctrain.system.processes import forget_session
+from hpctrain.system.processes import own_session
 from tests.support.command import (
     endings,
     events,
@@ -78,7 +77,7 @@ def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: P
     assert launcher
     with own_session(rank_environment({"TMPDIR": str(tmp_path)})) as session:
         words = [launcher, "-n", "1", "true"]
-        started = subprocess.run(words, env=session, preexec_fn=before, timeout=60, check=False)  # noqa: PLW1509
+        started = subprocess.run(words, env=session, preexec_fn=before, timeout=60, check=False)
     assert started.returncode == 0
     (left,) = tmp_path.iterdir()
     assert left.name.startswith("ompi."), "what is not ours stays; of ours nothing is left"

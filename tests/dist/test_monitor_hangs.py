@@ -86,9 +86,7 @@ def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tm
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("agents_too", [True, False])
-def test_a_suspended_run_goes_on_and_is_not_ended(
-    mpirun: Callable[..., Any], tmp_path: Path, agents_too: bool
-) -> None:
+def test_a_suspended_run_goes_on_and_is_not_ended(mpirun: Callable[..., Any], tmp_path: Path, agents_too: bool) -> None:
     script = {"steps": 400, "monitor": {"hang_s": HANG_S, "on_hang": "abort"}}
     suspender = threading.Thread(target=suspend, args=(tmp_path, agents_too))
     suspender.start()

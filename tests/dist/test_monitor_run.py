@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpctrain.run import last_words
 from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import read as read_words
 from tests.support.command import (
     PROJECT,
     events,
@@ -83,7 +83,7 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     [culprit] = hang["ranks"]
     assert (culprit["state"], hang["action"]) == ("stopped", "abort")
     assert Path(tmp_path / "run" / culprit["stack"]).read_text()
-    words = last_words.read(RunDir(tmp_path / "run"), 1)
+    words = read_words(RunDir(tmp_path / "run"), 1)
     assert words is not None and words.verdict is not None
     verdict = words.verdict.to_json()
     assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "requeue", culprit["rank"])

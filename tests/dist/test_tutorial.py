@@ -82,7 +82,11 @@ def test_the_site_fails_on_what_leads_nowhere_and_on_what_is_undocumented(
     shutil.copy(PROJECT / "CHANGELOG.md", tmp_path)
     shutil.copytree(PROJECT / "examples", tmp_path / "examples")
     pages = shutil.copytree(PROJECT / "docs", tmp_path / "docs")
-    change(pages / "tasks.md", "# Writing a task", "# Writing a task\n\n[gone](gone.md), [no such part](data.md#no-such-part)")
+    change(
+        pages / "tasks.md",
+        "# Writing a task",
+        "# Writing a task\n\n[gone](gone.md), [no such part](data.md#no-such-part)",
+    )
     change(pages / "api/ranks.md", ".. autofunction:: hpctrain.connect\n", "")
     change(pages / "conf.py", 'project = "hpctrain"', 'hpctrain.load_config.__doc__ = None\nproject = "hpctrain"')
     done = build(pages)

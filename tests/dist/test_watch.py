@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.run import live_lock
-from hpctrain.run.attempts import Attempts
 from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import hpctrain, misbehaving_run, started
 from tests.support.pseudo_terminal import OFF, on_a_terminal

@@ -14,8 +14,7 @@ import numpy as np
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint.hook import writers as writing_ranks
 from hpctrain.checkpoint.saver import Saver, array_tensors
-from hpctrain.checkpoint.store import open_saver
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
 
@@ -136,7 +135,7 @@ def dropped(world: World, folder: Path) -> None:
     saver.drop(wanted=())
     free.set()
     first, second = saver.finish(), saver.finish()
-    assert first.is_dropped and first.error and not first.is_hopeless and not first.is_replaced, first
+    assert first.is_dropped and first.error and not first.is_final, first
     assert second.error is None and saver.idle, second
     saver.close()
     world.everyone.barrier("look at the folder")
@@ -148,4 +147,6 @@ def dropped(world: World, folder: Path) -> None:
 
 if __name__ == "__main__":
     mode, path, *rest = sys.argv[1:]
-    {"save": save, "load": load, "limited": limited, "full": full, "dropped": dropped}[mode](connect(), Path(path), *rest)
+    {"save": save, "load": load, "limited": limited, "full": full, "dropped": dropped}[mode](
+        connect(), Path(path), *rest
+    )

@@ -9,19 +9,19 @@ import time
 
 import numpy as np
 
-from hpctrain.reduce import shm_allreduce
-from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.layout import Layout, plan
-from hpctrain.reduce.compression import CODECS
 from hpctrain.comm.group import Group
-from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
-from hpctrain.reduce.shm_pieces import open_shm_pieces
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce
-from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
-from hpctrain.reduce.ring_allreduce import RingAllreduce
-from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
+from hpctrain.reduce import shm_allreduce
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.compression import CODECS
+from hpctrain.reduce.exchange_slots import SQUARE
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
+from hpctrain.reduce.layout import Layout, plan
+from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
+from hpctrain.reduce.ring_allreduce import RingAllreduce
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce
+from hpctrain.reduce.shm_pieces import open_shm_pieces
 
 EXTRA = 16
 PIECES: list[list[tuple[int, ...]]] = [[(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]

@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
 from hpctrain.comm.group import Group
+from hpctrain.comm.world import connect
+from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
+from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import open_reducer
-from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT
-from hpctrain.comm.world import connect
 
 SHAPES = [(300, 301), (7,), (33, 3), (), (33, 3), (129, 128), (7,), (5, 2, 3), (33, 3)]
 """Two large ones, small ones of equal shapes, and small ones alone."""

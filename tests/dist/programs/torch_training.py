@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
 from tests.support.choices import NoExchange
