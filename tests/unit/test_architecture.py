@@ -20,7 +20,7 @@ ROOMS: dict[str, str] = {
     "comm": "errors",
     "run": "errors system config",
     "data": "errors system",
-    "reduce": "errors config comm",
+    "reduce": "errors system config comm",
     "train": "errors config comm data",
     "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
