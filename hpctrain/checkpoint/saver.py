@@ -170,6 +170,10 @@ class Saver:
         self.sound: set[int] = set()
         self.protected: set[int] = set()
 
+    def protect(self, steps: Collection[int]) -> None:
+        """Checkpoints that stay whatever is kept otherwise, in place of those named before."""
+        self.protected = set(steps)
+
     @property
     def idle(self) -> bool:
         """No checkpoint is in flight."""

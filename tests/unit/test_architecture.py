@@ -169,6 +169,28 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
     assert not wrong
 
 
+SET_FROM_OUTSIDE = {
+    *("grad", "data", "weight", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
+    *("nargs", "epilog", "overrides", "extraction_filter"),
+    "last_backward",
+    *("stage", "future", "failure", "structure"),
+}
+"""Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""
+
+
+def test_nobody_sets_an_attribute_of_another_object() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) not in ("self", "cls")
+        and node.attr not in SET_FROM_OUTSIDE
+    ]
+    assert not wrong
+
+
 READERS = (
     *("config/loading", "run/", "report/", "watch/", "track/", "registry/", "launch/postmortem"),
     *(f"launch/engines/slurm/{name}" for name in ("status", "profile")),
