@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,18 @@ def test_a_room_imports_what_the_map_says(room: str) -> None:
 
 def test_the_map_has_no_circle() -> None:
     TopologicalSorter({room: set(others.split()) for room, others in ROOMS.items()}).prepare()
+
+
+def test_what_other_rooms_import_is_told_at_the_front_door() -> None:
+    untold = {
+        f"{door} does not name {name}, which {module} imports"
+        for module, path in FILES.items()
+        for other in ours(path)
+        if "." in other and room_of(other) not in (room_of(module), other.rpartition(".")[2])
+        for door, _, name in [other.rpartition(".")]
+        if not re.search(rf"\b{name}\b", FILES[door].read_text(encoding="utf-8"))
+    }
+    assert not untold
 
 
 def test_no_two_files_import_each_other() -> None:
