@@ -106,7 +106,7 @@ class CheckpointHook(BaseHook):
         if loaded:
             self.saved_step = loaded.step
             self.saver.sound.add(loaded.step)
-            self.saver.protected |= best_steps(self.store)
+            self.saver.protect(best_steps(self.store))
             rejected = tuple(Rejected(one.step, one.reason) for one in loaded.rejected)
             self._report(Resumed(step=loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected))
             if accepted := differences(loaded.meta["identity"], self.identity):
@@ -236,7 +236,7 @@ class CheckpointHook(BaseHook):
         self.failures = 0
         self.saved_step = outcome.step
         if outcome.step in self.best_steps and self.saver:
-            self.saver.protected = {outcome.step}
+            self.saver.protect({outcome.step})
             self.best_steps = {step for step in self.best_steps if step > outcome.step}
         self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
         saved = CheckpointSaved(

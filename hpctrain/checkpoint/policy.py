@@ -48,7 +48,7 @@ class Policy:
 
     def retry_s(self, failures: int, stall_s: float) -> float:
         """Seconds from the last of so many failures in a row to the next attempt, which costs a stall as well."""
-        return max(min(RETRY_S * 2 ** min(failures - 1, 10), LONGEST_RETRY_S), stall_s / self.overhead_budget)
+        return max(min(RETRY_S * 2.0 ** min(failures - 1, 10), LONGEST_RETRY_S), stall_s / self.overhead_budget)
 
     def interval_s(self, cost: Cost | None) -> float:
         """Seconds from one checkpoint to the next by the clock, infinity if only positions count; rank 0 decides."""

@@ -178,6 +178,10 @@ class Saver:
         self.protected: set[int] = set()
         """Steps that retention must not remove."""
 
+    def protect(self, steps: Collection[int]) -> None:
+        """Checkpoints that stay whatever is kept otherwise, in place of those named before."""
+        self.protected = set(steps)
+
     @property
     def idle(self) -> bool:
         """No checkpoint is in flight."""

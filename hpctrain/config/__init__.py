@@ -1,1 +1,5 @@
-"""The run file: its keys, loading it, and their reference."""
+"""The run file: its keys, loading it, and their reference.
+
+``sections`` holds the keys as frozen dataclasses, the only place of defaults; ``loading`` reads and writes run files,
+``values`` converts what YAML says, ``reference`` tells the keys for error messages, ``--help`` and the docs.
+"""

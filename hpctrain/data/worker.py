@@ -17,7 +17,7 @@ from hpctrain.data.place import with_place
 from hpctrain.data.samples import make_batch
 from hpctrain.data.worker_setup import recipe_of, reopen
 from hpctrain.errors import GENERAL, Code, HpctrainError, code_of
-from hpctrain.system.anonymous_memory import AnonymousMemory
+from hpctrain.system.shared_memory import AnonymousMemory
 
 
 def main(channel: int, payload: int, results: list[int]) -> None:

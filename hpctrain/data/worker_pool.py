@@ -28,7 +28,7 @@ from hpctrain.data.samples import Recipe
 from hpctrain.data.worker_setup import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.system import python
-from hpctrain.system.anonymous_memory import AnonymousMemory
+from hpctrain.system.shared_memory import AnonymousMemory
 
 RESULTS = 2
 """Of a worker, under way: while the parent takes one, the worker makes the next."""

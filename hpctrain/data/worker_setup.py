@@ -25,7 +25,7 @@ from hpctrain.data.formats.records import RecordDataset
 from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
-from hpctrain.system.anonymous_memory import AnonymousMemory
+from hpctrain.system.shared_memory import AnonymousMemory
 
 RAGGED, SHAPES = "ragged/", "shapes/"
 """Before the names of what a ragged field becomes in shared memory."""

@@ -1,0 +1,5 @@
+"""Outside the ranks: starts them, watches them, outlives them, and decides what follows.
+
+``supervisor`` runs one attempt for any launcher, as ``attempt`` watches it; ``engines`` say what starts ranks here and
+under Slurm; ``mpi_library`` finds mpirun. The other files read what launchers print. No MPI and no framework.
+"""

@@ -90,6 +90,7 @@ class WatchedAttempt:
     limits: Limits
     verbose: bool = False
     by_person: Callable[[int], bool] = lambda number: number in PERSON_SIGNALS
+    """Tells signals of people from those of the scheduler."""
     process: subprocess.Popen[bytes] | None = None
     passing: Passing | None = None
     failure: Verdict | None = None

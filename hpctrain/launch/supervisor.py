@@ -23,7 +23,7 @@ def supervise(
     facts: Attempt,
     run_yaml: str | None = None,
     verbose: bool = False,
-    by_person: Callable[[int], bool] | None = None,
+    by_person: Callable[[int], bool] = WatchedAttempt.by_person,
 ) -> Verdict:
     """One attempt at a run, from taking the folder to the recorded verdict.
 
@@ -58,8 +58,7 @@ def supervise(
         if isinstance(launch, Verdict):
             verdict = launch
         else:
-            attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose)
-            attempt.by_person = by_person or attempt.by_person
+            attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose, by_person)
             verdict, words = attempt.run()
         verdict = lost(lock, number) or verdict
         record(run_dir, number, verdict, words)

@@ -1,1 +1,5 @@
-"""Finds slow and hung ranks: phase clock, statistics, and one agent a node. ``session.start`` is the way in."""
+"""Finds slow and hung ranks.
+
+``rank`` is the monitor inside a rank, and ``rank.session`` the way in; ``node`` is the agent of a node, which reads its
+ranks' memory (``shared``) and condenses windows (``window``); ``chief`` decides; ``wire`` is how agents talk.
+"""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitor.window import COLUMNS
-from hpctrain.system import processes
+from hpctrain.system import processes, shared_memory
 
 # Heartbeat: the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE = range(9)
@@ -51,21 +50,9 @@ class Layout:
 
 
 def create(layout: Layout) -> tuple[int, str]:
-    """Makes the memory as a file that only this user may open; its descriptor and path. The caller unlinks the path."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    handle, path = tempfile.mkstemp(prefix="hpctrain-monitor-", dir=folder)
-    try:
-        os.posix_fallocate(handle, 0, layout.size)
-    except OSError:
-        os.close(handle)
-        os.unlink(path)
-        raise
-    return handle, path
-
-
-def attach(path: str) -> int:
-    """Opens the memory that another rank of this node made; its descriptor."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    """Makes the memory; its descriptor and path, which the caller unlinks. Raises OSError."""
+    folder = shared_memory.FOLDER if os.access(shared_memory.FOLDER, os.W_OK) else None
+    return shared_memory.create([(0, layout.size)], folder)
 
 
 class Slot:

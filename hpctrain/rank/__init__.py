@@ -1,7 +1,8 @@
 """Inside one rank: it joins the others, builds its objects from the run file, trains, and leaves its last word.
 
 ``session`` is a rank from start to end, ``wiring`` the one place that knows which class implements what, ``fit`` the
-training itself. The names below are for other rooms; each is imported when it is first used.
+training itself, ``trial`` a task tried out by the doctor. The names below are for other rooms; each is imported when it
+is first used.
 """
 
 from __future__ import annotations

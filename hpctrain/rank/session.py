@@ -83,6 +83,13 @@ class Session:
     user_stderr: int = 2
     """Descriptor that reaches the user."""
 
+    def join(self) -> None:
+        """Connects to the other ranks, and opens the run folder where a supervisor has named it."""
+        self.world = connect()
+        self.errors = _own_channel(self.world)
+        if self.supervised:
+            self.open(RunDir(Path(os.environ[RUN_DIR])))
+
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
         """A part of the start that each rank does by itself; if it fails on one, it fails on all.
@@ -180,6 +187,8 @@ class Session:
             error: what happened.
             first: the lowest failing rank, if the ranks have agreed on that.
         """
+        if self.run_dir is None and self.supervised:  # it never joined: its word has no rank
+            self.run_dir = RunDir(Path(os.environ[RUN_DIR]))
         what, fix = message(error)
         trace = "".join(traceback.format_exception(error))
         code = exit_code(error)
@@ -280,10 +289,7 @@ def attend(body: Callable[[Session], Outcome], verbose: bool = False, raises: bo
     signals.install()
     session = Session(alone(), Group("errors"), signals, verbose, supervised, raises)
     try:
-        session.world = connect()
-        session.errors = _own_channel(session.world)
-        if supervised:
-            session.open(RunDir(Path(os.environ[RUN_DIR])))
+        session.join()
         return End(session.finish(body(session)))
     except PeerFailed as error:
         session.end(Ending.TAKEN_DOWN, error.exit_code, note=str(error))
@@ -294,8 +300,6 @@ def attend(body: Callable[[Session], Outcome], verbose: bool = False, raises: bo
         assert agreed.__cause__ is not None
         return End(session.fail(agreed.__cause__, agreed.first), agreed.__cause__)
     except BaseException as error:
-        if session.run_dir is None and supervised:  # it never joined: its word has no rank
-            session.run_dir = RunDir(Path(os.environ[RUN_DIR]))
         return End(session.fail(error, None), error)
     finally:
         signals.restore()

@@ -10,7 +10,7 @@ from typing import Literal
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
-from hpctrain.reduce.shm_allreduce import FOLDER
+from hpctrain.system.shared_memory import FOLDER
 
 Way = Literal["node", "ring", "flat", "overlap"]
 

@@ -8,9 +8,9 @@ their slices in between: by MPI's Allreduce or by a ring of our own.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,11 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE
 from hpctrain.reduce.ring_allreduce import Ring
+from hpctrain.system import shared_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FOLDER = "/dev/shm"
 ARRIVE, ADD = "reach the exchange of gradients on this node", "add up their gradients on this node"
 """What a rank waits for."""
 CHUNK = 32768
@@ -164,36 +164,22 @@ def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
     A file of our own rather than an MPI window: every MPI can do it, and a full /dev/shm is an error here instead of a
     bus error later.
     """
-    path = f"{FOLDER}/hpctrain-{secrets.token_hex(8)}"
     begins = [node.rank, *(range(node.size, node.size + common) if node.rank == 0 else ())]
-    parts = [(begin * bytes_each, bytes_each) for begin in begins]
-    handle = _allocate(path, os.O_CREAT | os.O_EXCL, parts) if node.rank == 0 else None
-    path = node.broadcast(path if handle is not None else None, "name the shared memory")
+    ranges = [(begin * bytes_each, bytes_each) for begin in begins]
+    handle, path = None, None
+    if node.rank == 0:
+        with contextlib.suppress(OSError):
+            handle, path = shared_memory.create(ranges, shared_memory.FOLDER)
+    path = node.broadcast(path, "name the shared memory")
     if path is not None and node.rank > 0:
-        handle = _allocate(path, 0, parts)
+        with contextlib.suppress(OSError):
+            handle = shared_memory.attach(path, ranges)
     complete = all(node.allgather(handle is not None, "allocate shared memory"))
     if path is not None and node.rank == 0:
-        os.unlink(path)  # the mappings keep it alive; nothing is left behind, however the ranks end
+        os.unlink(path)
     if handle is None:
         return None
     try:
         return mmap.mmap(handle, (node.size + common) * bytes_each) if complete else None
     finally:
         os.close(handle)
-
-
-def _allocate(path: str, flags: int, parts: Sequence[tuple[int, int]]) -> int | None:
-    """An open file with these ranges (offset, length) allocated, or None where that is not possible."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
-    except OSError:
-        return None
-    try:
-        for offset, length in parts:
-            os.posix_fallocate(handle, offset, length)
-    except OSError:
-        os.close(handle)
-        if flags & os.O_CREAT:
-            os.unlink(path)
-        return None
-    return handle

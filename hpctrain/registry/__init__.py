@@ -1,1 +1,4 @@
-"""What a run hands over when it has ended: model card and MLflow's registry."""
+"""What a run hands over when it has ended: ``card`` writes a model card, ``register`` fills MLflow's registry.
+
+``served_model`` is what MLflow loads later.
+"""

@@ -111,6 +111,16 @@ class JsonFile:
         return self.value
 
 
+def read_at(path: Path, position: int) -> bytes:
+    """What a growing file has from there on, a block at most; empty where there is nothing more, or no file.
+
+    Raises:
+        UserError: the file may not be read.
+    """
+    with _opened(path) as handle:
+        return b"" if handle is None else _read(handle, safe_read.BLOCK_BYTES, position)
+
+
 def _read(handle: int, count: int, offset: int) -> bytes:
     """Empty if the file system has lost the file for the moment (ESTALE, EIO): it may be back at the next look."""
     try:

@@ -31,7 +31,7 @@ def _array(file: BinaryIO, name: str) -> NDArray[np.floating]:
     """A member of an archive of arrays; ValueError if it is more than a map, or none."""
     with zipfile.ZipFile(file) as archive, archive.open(name) as member:
         content = member.read(MOST_BYTES + 1)
-    values = np.load(io.BytesIO(content), allow_pickle=False)
+    values: NDArray[np.floating] = np.load(io.BytesIO(content), allow_pickle=False)
     if len(content) > MOST_BYTES or values.dtype.kind != "f" or values.ndim != 2:
         raise ValueError("not a map")
     return values

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpctrain.errors import UserError
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.growing_file import read_at
 from hpctrain.system import safe_read
 
 PART_BYTES = 32 << 20
@@ -104,22 +105,10 @@ def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: fl
     while True:
         if not ended and time.monotonic() - asked >= ask_s:
             ended, asked = over(), time.monotonic()
-        if content := _read_at(path, position):
+        if content := read_at(path, position):
             position += len(content)
             yield decoder.decode(content)
             continue
         if ended:
             return
         time.sleep(pause_s)
-
-
-def _read_at(path: Path, position: int) -> bytes:
-    """What comes next; empty where there is nothing more, or no file."""
-    try:
-        handle = safe_read.open_plain(path)
-    except (FileNotFoundError, safe_read.NotPlain):
-        return b""
-    try:
-        return os.pread(handle, safe_read.BLOCK_BYTES, position)
-    finally:
-        os.close(handle)

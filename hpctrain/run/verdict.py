@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.errors import Code, ExitCode, Replaced
 
-ORDERLY = (Code.COMPLETED, Code.STOPPED, Code.TIME_LIMIT)
+ORDERLY_CODES = (Code.COMPLETED, Code.STOPPED, Code.TIME_LIMIT)
 """Codes of attempts that came to a good end."""
 BY_SUPERVISOR = (
     *(Code.KILLED, Code.OUT_OF_MEMORY, Code.NODE, Code.HANG),
@@ -61,7 +61,7 @@ class Verdict:
             return "replaced"
         if self.code in BY_SUPERVISOR:
             return self.code.value
-        return None if self.code in (*ORDERLY, Code.UNKNOWN) else "error"
+        return None if self.code in (*ORDERLY_CODES, Code.UNKNOWN) else "error"
 
     @property
     def is_failure(self) -> bool:

@@ -51,7 +51,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
 def _function(reference: str) -> Callable[..., Any]:
     where, _, name = reference.rpartition(":")
     module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
-    function = getattr(module, name, None)
+    function: object = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"task {reference}: {where} has no function {name!r}", "correct task: in the run file")
     return function

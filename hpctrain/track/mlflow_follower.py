@@ -114,6 +114,11 @@ class Follower:
         status = "KILLED" if event.reason == Outcome.STOPPED_BY_RANKS else "FINISHED"
         self.client.set_terminated(self.run_id, status, int(event.time * 1000))
 
+    def note_problem(self, error: Exception) -> None:
+        """Leaves it for the sink, and for who asks how the run stands."""
+        self.problem = _told(error)
+        self.save()
+
     def save(self) -> None:
         """Position and problem, for the sink, the next attempt and ``track sync``."""
         fields = {
@@ -124,6 +129,10 @@ class Follower:
             "problem": self.problem,
         }
         write_atomically(self.run_dir.path / "mlflow.json", json.dumps(fields).encode())
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
@@ -141,8 +150,7 @@ def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
             if over:
                 return True
         except Exception as error:  # whatever a server, a proxy or a wrong address brings about
-            follower.problem = " ".join(str(error).split())[:300] or type(error).__name__
-            follower.save()
+            follower.note_problem(error)
             if over:
                 return False
             over = is_over(RETRY_S)
@@ -210,7 +218,7 @@ def main() -> int:
     except Exception as error:  # a store that MLflow refuses: the run's own log says so
         saved = position(RunDir(Path(folder)))
         known = saved if saved.get("uri") == uri else {"uri": uri, "run_id": None, "offset": 0}
-        fields = {**known, "problem": " ".join(str(error).split())[:300]}
+        fields = {**known, "problem": _told(error)}
         write_atomically(Path(folder) / "mlflow.json", json.dumps(fields).encode())
         return 1
     foreign_text.show(f"mlflow is there after {time.monotonic() - begin:.1f} s")

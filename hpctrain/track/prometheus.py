@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from hpctrain.errors import MissingExtra
@@ -32,7 +33,7 @@ class PrometheusSink:
             raise MissingExtra("prometheus-client", "prometheus") from error
         self.path, self.run = path, run
         self.registry = CollectorRegistry()
-        self.make = lambda name: Gauge(
+        self.make: Callable[[str], Any] = lambda name: Gauge(
             name, HELP.get(name, name), ["run"], namespace="hpctrain", registry=self.registry
         )
         self.write = write_to_textfile

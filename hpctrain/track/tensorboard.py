@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ class TensorBoardSink:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise MissingExtra("tensorboardX", "tensorboard") from error
-        self.open = lambda step: SummaryWriter(str(folder), purge_step=step, write_to_disk=True)
+        self.open: Callable[[int | None], Any] = lambda step: SummaryWriter(
+            str(folder), purge_step=step, write_to_disk=True
+        )
         self.waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
         self.is_over = threading.Event()
         self.thread: threading.Thread | None = None

@@ -1,8 +1,9 @@
 """The training loop, and what attaches to it. Knows no framework.
 
 ``loop`` trains by a ``framework``, whose protocol is there; ``hooks`` attach to it, and ``state`` says where a run
-stands. ``reach`` and ``tree`` find and take apart what objects of the user's hold. The names below are for other rooms;
-each is imported when it is first used.
+stands. ``plan`` says how long it trains, ``schedule`` and ``plateau`` set the learning rate, ``seeds`` the random
+numbers; ``evaluation`` judges, and ``profile`` traces. ``reach`` and ``tree`` find and take apart what objects of the
+user's hold. The names below are for other rooms; each is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from hpctrain.run.folder import RunDir
+from hpctrain.run import RunView
 from hpctrain.watch import terminal
 from hpctrain.watch.source import Source
 from tests.support import tutorial
@@ -76,7 +76,7 @@ def watch(work: Path, picture: Path) -> None:
     with started(*words, cwd=work) as child:
         wait_for("steps", reaches_step(run, 1500), 300)
         console = Console(record=True, width=92, force_terminal=True, color_system="truecolor", highlight=False)
-        terminal.print_once(Source(RunDir(run)).look(whole=True), console)
+        terminal.print_once(Source(RunView(run)).look(whole=True), console)
         hpctrain("stop", run)
         child.wait(120)
     drawing = console.export_svg(title="hpctrain watch runs/bearings")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ ROOMS: dict[str, str] = {
     "comm": "errors",
     "run": "errors system config",
     "data": "errors system",
-    "reduce": "errors config comm",
+    "reduce": "errors system config comm",
     "train": "errors config comm data",
     "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
@@ -103,6 +104,18 @@ def test_the_map_has_no_circle() -> None:
     TopologicalSorter({room: set(others.split()) for room, others in ROOMS.items()}).prepare()
 
 
+def test_what_other_rooms_import_is_told_at_the_front_door() -> None:
+    untold = {
+        f"{door} does not name {name}, which {module} imports"
+        for module, path in FILES.items()
+        for other in ours(path)
+        if "." in other and room_of(other) not in (room_of(module), other.rpartition(".")[2])
+        for door, _, name in [other.rpartition(".")]
+        if not re.search(rf"\b{name}\b", FILES[door].read_text(encoding="utf-8"))
+    }
+    assert not untold
+
+
 def test_no_two_files_import_each_other() -> None:
     """A package's front door may name the modules behind it: it loads them when they are asked for."""
     graph = {
@@ -165,6 +178,28 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
         if path.relative_to(PACKAGE).as_posix() not in PROTOCOLS | OWN_OUTPUT | {"system/foreign_text.py"}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
+    ]
+    assert not wrong
+
+
+SET_FROM_OUTSIDE = {
+    *("grad", "data", "weight", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
+    *("nargs", "epilog", "overrides", "extraction_filter"),
+    "last_backward",
+    *("stage", "future", "failure", "structure"),
+}
+"""Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""
+
+
+def test_nobody_sets_an_attribute_of_another_object() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) not in ("self", "cls")
+        and node.attr not in SET_FROM_OUTSIDE
     ]
     assert not wrong
 

@@ -1,1 +1,5 @@
-"""How a run scales: measured at several sizes, fitted, and what more nodes would be worth."""
+"""How a run scales: measured at several sizes, fitted, and what more nodes would be worth.
+
+``scaling_command`` is the way in. ``plan``, ``fit``, ``model`` and ``report`` are pure; ``runs`` starts the runs, and
+``exchange`` is the program that measures an exchange of gradients.
+"""

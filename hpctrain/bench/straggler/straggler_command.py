@@ -66,6 +66,7 @@ def source_of(args: argparse.Namespace) -> tuple[Source, dict[str, Any]]:
     import numpy as np
 
     from hpctrain.bench.straggler import traces, trials
+    from hpctrain.train import Phase
 
     if args.simulated:
         return trials.from_simulation, {"kind": "simulated", "noise": 0.05, "blips": 0.01}
@@ -78,7 +79,7 @@ def source_of(args: argparse.Namespace) -> tuple[Source, dict[str, Any]]:
         spent = record()
     if args.save_trace:
         np.savez_compressed(args.save_trace, spent=spent)
-    waits = spent[:, :, trials.Phase.EXCHANGE]
+    waits = spent[:, :, Phase.EXCHANGE]
     trace = traces.Trace(spent, np.ones(spent.shape[:2]), float(np.median(waits.min(axis=0))))
     busy = trace.busy()
     spread = np.median(np.abs(busy / np.median(busy, axis=1, keepdims=True) - 1)) * 1.4826

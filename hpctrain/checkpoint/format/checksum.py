@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:  # several times as fast as zlib, whose sums are the same
-    from isal.isal_zlib import crc32
+    from isal.isal_zlib import crc32 as crc32
 except ImportError:
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 Polynomials = NDArray[np.uint32]
 """Remainders modulo the CRC's polynomial; bit 31 is the coefficient of x**0, as in zlib's sums."""
@@ -102,4 +102,5 @@ def multiply(first: Polynomials, second: Polynomials) -> Polynomials:
 
 def mask(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """All bits where a value's lowest bit is set, else none; several times as fast as a choice."""
-    return np.negative(values & np.uint32(1))
+    spread: NDArray[np.uint32] = np.negative(values & np.uint32(1))
+    return spread

@@ -1,5 +1,6 @@
 """Keras on TensorFlow: ``framework`` trains a model, by the functions of ``passes`` and ``step``; ``state`` and
-``holdings`` name its variables. ``runtime`` settles what TensorFlow reads before it starts, and loads none of it.
+``holdings`` name its variables. ``runtime`` settles what TensorFlow reads before it starts, and loads none of it;
+``losses`` adapts what a task brings, and ``profiler`` writes traces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""PyTorch: ``framework`` trains a model; ``state``, ``optimizer`` and ``holdings`` name its tensors."""
+"""PyTorch: ``framework`` trains a model; ``state``, ``optimizer`` and ``holdings`` name its tensors.
+
+``losses`` and ``scheduler`` adapt what a task brings, and ``profiler`` writes traces.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
+from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.launch.supervisor import Launch, Limits, supervise
+from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import STOP_SIGNAL

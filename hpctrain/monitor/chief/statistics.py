@@ -27,9 +27,10 @@ def median_of_others(values: Array) -> Array:
     order = np.argsort(values, kind="stable")
     place = np.empty(n, dtype=np.int64)
     place[order] = np.arange(n)
-    ordered = values[order]
+    ordered: Array = values[order]
     low, high = (n - 2) // 2, (n - 1) // 2
-    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
+    median: Array = (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
+    return median
 
 
 def excess_of_each(values: Array) -> Array:
@@ -99,8 +100,9 @@ def work_explains(busy: Array, work: Array) -> Array:
     varies = math.sqrt(ww / work.size) > 0.01 * centre
     if varies:
         fits = wb > 0 and wb * wb > 0.3 * ww * bb
-        return (wb / ww) * (work - centre) if fits else np.zeros_like(busy)
-    return float(np.median(busy)) / centre * np.maximum(work - centre, 0)
+        return np.float64(wb / ww) * (work - centre) if fits else np.zeros_like(busy)
+    excess: Array = np.maximum(work - centre, 0)
+    return float(np.median(busy)) / centre * excess
 
 
 def uneven_cost(busy: Array, wait: Array) -> float:

@@ -87,7 +87,7 @@ class Ears:
                 self.selector.unregister(key.fd)
                 self.node.note_death(key.fd)
                 os.close(key.fd)
-                self.node.alarmed = True
+                self.node.alarm()
         return [key.fileobj for key in keys if key.data != "life"]  # type: ignore[misc]
 
 
@@ -118,7 +118,7 @@ class ChiefAgent:
             now = time.monotonic()
             if over_since is None and self.node.all_over():
                 over_since = now
-                self.node.alarmed = True
+                self.node.alarm()
             if over_since is not None:
                 strangers = self.door is not None and self.door.strangers
                 still = self.trusted or strangers or self.chief.open_hang is not None
@@ -222,7 +222,7 @@ class NodeAgent:
         """Until the ranks of this node have ended."""
         while not self.node.all_over():
             self.turn()
-        self.node.alarmed = True
+        self.node.alarm()
         self.turn()
         deadline = time.monotonic() + LINGER_S
         while self.connection and self.connection.has_unsent and time.monotonic() < deadline:

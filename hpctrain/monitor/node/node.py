@@ -99,6 +99,10 @@ class Node:
             if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
                 deaths.note(int(rank))
 
+    def alarm(self) -> None:
+        """Has the next ``poll`` report a beat, whenever it is due."""
+        self.alarmed = True
+
     def poll(self, now: float) -> list[Message]:
         """What there is to report."""
         heads = self.reader.heads()

@@ -1,1 +1,4 @@
-"""The monitor inside a rank: its clock and its session."""
+"""The monitor inside a rank: ``session`` starts it, ``clock`` takes the marks, ``hook`` joins both to the Trainer.
+
+``torch_clock`` marks on a CUDA stream instead.
+"""

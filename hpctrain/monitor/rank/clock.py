@@ -6,12 +6,23 @@ import gc
 import struct
 from time import monotonic
 from types import TracebackType
+from typing import Protocol
 
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, Slot, own_slot
 from hpctrain.monitor.window import ENDED, GC, REST, WORK
 from hpctrain.train.clock import Phase
 
 PACK_ROW = struct.Struct(f"{ROW}d").pack_into
+
+
+class Marks(Protocol):
+    """What may take a RingClock's marks; see StepClock."""
+
+    def mark(self, phase: int) -> None:
+        """The time since the last mark belongs to this phase."""
+
+    def end_step(self, work: float = 1.0) -> None:
+        """A step is complete."""
 
 
 class RingClock:
@@ -60,6 +71,10 @@ class RingClock:
         head[MARKED_AT] = now
         head[MARKED_PHASE] = NO_PHASE
         self.publish()
+
+    def follow(self, marks: Marks) -> None:
+        """From now on marks and ends of steps go to ``marks``, which writes this clock's totals and ring."""
+        self.mark, self.end_step = marks.mark, marks.end_step  # type: ignore[method-assign]
 
     def publish(self) -> None:
         """Leaves the totals in the ring as a step's row: first the row, then the count that makes it valid."""

@@ -28,7 +28,7 @@ from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP
 from hpctrain.monitor.wire import Interface, interfaces, listen, meeting_address, routed_address
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
-from hpctrain.system import foreign_text, python
+from hpctrain.system import foreign_text, python, shared_memory
 from hpctrain.system.files import make_folder, open_log
 
 DUMP_ON = signal.SIGRTMAX - 3
@@ -135,7 +135,7 @@ def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingCl
     clock = None
     try:
         if path and world.local_rank:
-            handle = shared.attach(path)
+            handle = shared_memory.attach(path)
         if path:
             slot = Slot(shared.map_memory(handle, layout), layout, world.local_rank)
             slot.join()

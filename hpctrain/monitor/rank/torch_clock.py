@@ -70,6 +70,4 @@ class CudaMarks:
 
 def follow_cuda(clock: RingClock) -> None:
     """From now on the clock's marks are those of the current CUDA stream."""
-    marks = CudaMarks(clock)
-    clock.mark = marks.mark  # type: ignore[method-assign]
-    clock.end_step = marks.end_step  # type: ignore[method-assign]
+    clock.follow(CudaMarks(clock))

@@ -12,7 +12,6 @@ import numpy as np
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
-from hpctrain.reduce import shm_allreduce
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.exchange_slots import SQUARE
@@ -22,6 +21,7 @@ from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, Ho
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce
 from hpctrain.reduce.shm_pieces import open_shm_pieces
+from hpctrain.system import shared_memory
 
 EXTRA = 16
 PIECES: list[list[tuple[int, ...]]] = [[(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]
@@ -179,9 +179,9 @@ def main() -> None:
                 check_pieces(world, sums, shapes)
         if world.size == 4:
             across_nodes(world)
-        assert not [name for name in os.listdir(shm_allreduce.FOLDER) if name.startswith("hpctrain-")]
-        shm_allreduce.FOLDER = "/nowhere" if world.rank == world.size - 1 else shm_allreduce.FOLDER
-        shm_allreduce.FOLDER = "/nowhere" if world.rank == 0 else shm_allreduce.FOLDER
+        assert not [name for name in os.listdir(shared_memory.FOLDER) if name.startswith("hpctrain-")]
+        shared_memory.FOLDER = "/nowhere" if world.rank == world.size - 1 else shared_memory.FOLDER
+        shared_memory.FOLDER = "/nowhere" if world.rank == 0 else shared_memory.FOLDER
         assert open_shm_allreduce(world.data, 100) is None
     print(f"rank {world.rank} of {world.size}: right")
 

@@ -24,7 +24,7 @@ from hpctrain.launch.postmortem import last_line
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.verdict import ORDERLY
+from hpctrain.run.verdict import ORDERLY_CODES
 from hpctrain.system import foreign_text, python
 
 STAGE_IN_S = 3600.0
@@ -105,7 +105,7 @@ def unclean(attempts: Sequence[Attempt], job: str) -> int:
     return sum(
         verdict is None
         or verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
-        or verdict.code not in (*ORDERLY, Code.UNKNOWN)
+        or verdict.code not in (*ORDERLY_CODES, Code.UNKNOWN)
         for verdict in verdicts
     )
 

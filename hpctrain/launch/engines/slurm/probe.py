@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from hpctrain.errors import code_of
 
@@ -45,7 +46,7 @@ def main() -> int:
     return 0
 
 
-def say(report: dict) -> None:
+def say(report: dict[str, Any]) -> None:
     """One write of one line, so that ranks do not mix; srun keeps lines of up to 1024 bytes together."""
     os.write(sys.stdout.fileno(), (MARK + json.dumps(report) + "\n").encode())
 
@@ -88,7 +89,7 @@ def devices() -> list[str]:
     ]
 
 
-def join() -> dict:
+def join() -> dict[str, Any]:
     """Rank and size as MPI sees them, after one allreduce over all ranks."""
     import numpy as np
 

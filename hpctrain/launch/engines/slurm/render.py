@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -104,7 +105,7 @@ def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: fl
     return 300 if limit is None else max(1, min(300, max(30, limit // 10), limit // 2))
 
 
-def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict:
+def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict[str, Any]:
     return {
         "directives": directives,
         "modules": tuple(text(module, "launch.modules") for module in launch.modules),

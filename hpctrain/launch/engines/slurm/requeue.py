@@ -13,11 +13,11 @@ from hpctrain.launch.engines.slurm import client
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import Submitted, apart, note, submissions
-from hpctrain.launch.supervisor import say
 from hpctrain.monitor.chief.exclude import excluded
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.system.output import say
 
 T = TypeVar("T")
 PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.local import plain_command, rank_environment
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import Submitted, record, settle, signal_s, submissions
-from hpctrain.launch.supervisor import Launch, Limits, report, say, supervise
+from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
@@ -30,6 +31,7 @@ from hpctrain.run.stop_request import StopRequest, requested_stop
 from hpctrain.run.verdict import Action, Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank
+from hpctrain.system.output import say
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Those after whom the run goes on, however its ranks ended."""

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from hpctrain.system.anonymous_memory import ALIGNMENT, AnonymousMemory
+from hpctrain.system.shared_memory import ALIGNMENT, AnonymousMemory
 
 
 @pytest.mark.parametrize("named_by_kernel", [True, False])

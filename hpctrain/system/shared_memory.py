@@ -1,6 +1,6 @@
-"""Memory that a process shares with its children by file descriptor: having no name, it cannot be left behind.
+"""Memory that processes of one node share: by a path among ranks, by a file descriptor with children.
 
-Unlike multiprocessing.shared_memory it needs no tracker process and no room in /dev/shm, which containers keep small.
+All of it is allocated when it is made: lack of space is an error there, not a bus error later.
 """
 
 from __future__ import annotations
@@ -9,20 +9,62 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+FOLDER = "/dev/shm"
 ALIGNMENT = 64
+Ranges = Iterable[tuple[int, int]]
+"""Offset and length of parts of a memory, in bytes."""
 
 Places = Sequence[tuple[str, str, Sequence[int], int]]
 """Name, dtype, shape and offset of each array in a memory; survives JSON."""
 
 
+def create(ranges: Ranges, folder: str | None) -> tuple[int, str]:
+    """Makes memory that other processes of this user attach to; its descriptor and path.
+
+    The caller unlinks the path once all have attached: mappings keep it alive, and nothing is left behind.
+
+    Args:
+        ranges: what this process allocates, so that it lies near its core.
+        folder: a memory file system; None takes the folder for temporary files.
+
+    Raises:
+        OSError: there is no such folder, or no room in it.
+    """
+    handle, path = tempfile.mkstemp(prefix="hpctrain-", dir=folder)
+    try:
+        return _allocated(handle, ranges), path
+    except OSError:
+        os.unlink(path)
+        raise
+
+
+def attach(path: str, ranges: Ranges = ()) -> int:
+    """Descriptor of memory that another process has made; ``ranges`` are allocated by this one. Raises OSError."""
+    return _allocated(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), ranges)
+
+
+def _allocated(handle: int, ranges: Ranges) -> int:
+    try:
+        for offset, length in ranges:
+            os.posix_fallocate(handle, offset, length)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
 class AnonymousMemory:
-    """Memory behind a descriptor; grows, never shrinks. Each process has its own object over the same descriptor."""
+    """Memory behind a descriptor, which children inherit: having no name, it cannot be left behind.
+
+    Grows, never shrinks. Each process has its own object over the same descriptor. Unlike multiprocessing.shared_memory
+    it needs no tracker process and no room in /dev/shm, which containers keep small.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
