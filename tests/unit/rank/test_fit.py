@@ -11,6 +11,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.rank.fit import reducer_choice
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT
 
@@ -26,10 +27,11 @@ def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
-    monkeypatch.setenv(ATTEMPT, str(run_dir.begin_attempt()))
+    attempts = Attempts(run_dir)
+    monkeypatch.setenv(ATTEMPT, str(attempts.begin()))
     first = choice_in(run_dir)
     assert first.kept is None and first.record is not None
     first.record(MEASURED)
     assert choice_in(run_dir).kept == "mpi-node"
-    run_dir.update(reducer={**run_dir.info()["reducer"], "ranks": 2})
+    attempts.update(reducer={**attempts.info()["reducer"], "ranks": 2})
     assert choice_in(run_dir).kept is None
