@@ -15,7 +15,7 @@ from hpctrain.system import foreign_text
 
 T = TypeVar("T")
 
-PAUSES_S = (0.1, 0.5, 2.0, 5.0, 10.0, 15.0, 30.0)
+PAUSES_S: tuple[float, ...] = (0.1, 0.5, 2.0, 5.0, 10.0, 15.0, 30.0)
 """Waits before each further attempt: a file server that fails over is away for about a minute."""
 FINAL = (DamagedCheckpoint, UserError)
 """Errors after which no other attempt is made; the first of them in this order is the one that counts."""

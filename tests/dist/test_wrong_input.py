@@ -208,7 +208,7 @@ def test_a_run_folder_that_is_in_use(tmp_path):
         wait_for("step", reaches_step(tmp_path / "run", 2))
         refused(run_on_two(path), 64, "in use by another live run", f"process {first.pid} on ")
         refused(hpctrain("train", path, code=64), 64, "in use by another live run")
-        step = max(event["step"] for event in events_of(tmp_path))
+        step = max(int(event["step"]) for event in events_of(tmp_path))
         wait_for("further step", reaches_step(tmp_path / "run", step + 2))
         first.terminate()
         first.communicate(timeout=60)

@@ -27,10 +27,11 @@ def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
-    monkeypatch.setenv(ATTEMPT, str(Attempts(run_dir).begin()))
+    attempts = Attempts(run_dir)
+    monkeypatch.setenv(ATTEMPT, str(attempts.begin()))
     first = choice_in(run_dir)
     assert first.kept is None and first.record is not None
     first.record(MEASURED)
     assert choice_in(run_dir).kept == "mpi-node"
-    Attempts(run_dir).update(reducer={**Attempts(run_dir).info()["reducer"], "ranks": 2})
+    attempts.update(reducer={**attempts.info()["reducer"], "ranks": 2})
     assert choice_in(run_dir).kept is None
