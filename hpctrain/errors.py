@@ -33,7 +33,7 @@ class Code(enum.StrEnum):
     STOPPED = "stopped"
     """On request."""
     TIME_LIMIT = "time_limit"
-    """Stopped because the job's time was nearly over."""
+    """Stopped since the job's time was nearly over."""
 
     USER_ERROR = "user_error"
     """The run file, data, command line or environment; nothing more precise is known."""

@@ -91,7 +91,7 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
 
 
 def lost_node(text: str) -> str | None:
-    """The node that the launcher says is gone, or its daemon; empty if it names none, None if none is gone."""
+    """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone."""
     hosts = [found["host"] or "" for found in LOST_NODE.finditer(text)]
     return max(hosts, default=None)
 
