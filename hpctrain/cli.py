@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import hpctrain
 from hpctrain.errors import ExitCode, HpctrainError, UserError
-from hpctrain.system import foreign_text
+from hpctrain.system.output import say
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except HpctrainError as error:
-        foreign_text.show(f"hpctrain: {error}", sys.stderr)
+        say(str(error))
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()
         return ExitCode.DONE
     except PermissionError as error:  # somebody else's run, most often
         fix = "ask its owner for the permission, or name another path"
-        foreign_text.show(f"hpctrain: {error.filename}: {error.strerror}\n  fix: {fix}", sys.stderr)
+        say(f"{error.filename}: {error.strerror}\n  fix: {fix}")
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         return 130

@@ -30,7 +30,7 @@ from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
 from hpctrain.run.word_reader import WordReader
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
-from hpctrain.system.output import say
+from hpctrain.system.output import say, tell
 from hpctrain.system.signals import StopSignals
 
 TICK_S = 0.05
@@ -292,6 +292,5 @@ class WatchedAttempt:
         """With --verbose, what the launcher has said since the last look."""
         if self.verbose:
             text = self.launcher_text()
-            sys.stderr.write(text[self.shown_bytes :])
-            sys.stderr.flush()
+            tell(text[self.shown_bytes :], end="")
             self.shown_bytes = len(text)

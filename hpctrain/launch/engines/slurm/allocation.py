@@ -25,7 +25,8 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import ORDERLY
-from hpctrain.system import foreign_text, python
+from hpctrain.system import python
+from hpctrain.system.output import say, tell
 
 STAGE_IN_S = 3600.0
 """Longest time that stage-in may take."""
@@ -70,7 +71,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
-            foreign_text.show(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", sys.stderr)
+            say(f"preflight with {launcher.describe()}: {problem.what}")
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
             return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
@@ -135,7 +136,7 @@ def check(
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
-        foreign_text.show(output, sys.stderr)
+        tell(output)
     return problems, preflight.hosts_of_tasks(reports)
 
 
@@ -169,7 +170,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
     if told := preflight.reports(output.splitlines(), stage.MARK):
         raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:
-        foreign_text.show(output, sys.stderr)
+        tell(output)
         why = last_line(output) or f"it ended with code {code}"
         raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
     return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}

@@ -13,12 +13,16 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.run.job import QueueEntry
+from hpctrain.system import foreign_text
 
 TIMEOUT_S = 60
 """A controller under load answers within a minute or not at all."""
 
 SOON_S = 10
 """For questions whose answer is of use only now: a job that Slurm ends has half a minute left."""
+
+COMMENT_CHARACTERS = 500
+"""Of a verdict in a job's comment, which is one line."""
 
 SEPARATOR = "|"
 QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
@@ -145,6 +149,11 @@ def cancel(ids: Sequence[str], pending_only: bool = False) -> None:
 def requeue(job: str) -> None:
     """Puts a running job back into the queue, which ends it here."""
     run(["scontrol", "requeue", job])
+
+
+def comment(job: str, text: str) -> None:
+    """Sets the job's comment, which squeue and scontrol show; raises RunFailed where Slurm does not take it."""
+    run(["scontrol", "update", f"JobId={job}", f"Comment={foreign_text.line(text, COMMENT_CHARACTERS)}"], SOON_S)
 
 
 def hosts(nodelist: str) -> list[str]:

@@ -51,7 +51,15 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     if job is None:
         raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
     config = load(run_file, overrides)
-    run_dir = RunDir.for_config(config)
+    try:
+        return attempt(config, RunDir.for_config(config), job, parent, verbose)
+    except HpctrainError as error:  # nothing tells of it but this process's output, which may be on a full disk too
+        comment(job, f"{error.what}; fix: {error.fix}", config)
+        raise
+
+
+def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: bool) -> int:
+    """The same, given a run file that can be read. ``parent`` is Slurm's daemon of the batch script."""
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
     verdict = supervise(
@@ -71,7 +79,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     final = in_view_of(who, verdict, asked=requested_stop(run_dir))
     if final is not verdict:
         amend(run_dir, job, final)
-    report(final, run_dir)
+    publish(final, config, run_dir, job)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent)
         return final.exit_code
@@ -174,7 +182,7 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
         reason = f"{verdict.reason}; {error.what}"
         final = dataclasses.replace(verdict, action=action, exit_code=code, reason=reason, fix=error.fix)
         amend(run_dir, job, final)
-        say(str(error))
+        publish(final, config, run_dir, job)
         requeue.end_chain(run_dir, job)
         return final.exit_code
     except HpctrainError as error:
@@ -184,6 +192,35 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
     if restarts:
         await_end(parent)
     return verdict.exit_code
+
+
+def publish(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> None:
+    """Says a verdict; what could not be said, or stands in no file, goes into the job's comment."""
+    said = report(verdict, run_dir)
+    _, stored = of_job(run_dir, job)
+    if not said or stored is None or stored.to_json() != verdict.to_json():
+        comment(job, f"{verdict.reason}; fix: {verdict.fix}" if verdict.fix else verdict.reason, config)
+
+
+def comment(job: Job, text: str, config: Config) -> None:
+    """Tells through Slurm, after the comment that the user gave; where Slurm takes none, only the exit code is left."""
+    given = f"{config.launch.slurm.comment}; " if config.launch.slurm.comment else ""
+    try:
+        client.comment(job.id, f"{given}hpctrain: {text}")
+    except HpctrainError as error:
+        say(f"the job's comment cannot be set: {error.what}")
+
+
+def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, Verdict | None]:
+    """Number of this job's attempt and the verdict on it, as far as the run folder holds them."""
+    try:
+        attempts = Attempts(run_dir).all()
+    except (HpctrainError, OSError):
+        return None, None
+    mine = (job.id, job.restarts)
+    return next(
+        ((each.number, each.verdict) for each in reversed(attempts) if (each.job, each.restarts) == mine), (None, None)
+    )
 
 
 def await_end(parent: int) -> None:
@@ -198,12 +235,10 @@ def await_end(parent: int) -> None:
 
 def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
     """Writes another verdict on this job's attempt; where the disk is full, the job's end still follows from it."""
-    mine = (job.id, job.restarts)
-    attempts = Attempts(run_dir)
-    number = next((each.number for each in reversed(attempts.all()) if (each.job, each.restarts) == mine), None)
+    number, _ = of_job(run_dir, job)
     try:
         if number is not None:
-            attempts.amend(number, verdict)
+            Attempts(run_dir).amend(number, verdict)
     except HpctrainError as error:
         say(str(error))
 
