@@ -20,6 +20,7 @@ from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, e
 from hpctrain.launch.engines.slurm.preflight import Expected, Problem
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
+from hpctrain.launch.patience import patiently
 from hpctrain.launch.postmortem import last_line
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
@@ -60,6 +61,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     Raises:
         UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
         NoRequeue: a host that cannot take part; it is named.
+        RunFailed: Slurm's controller stays away.
     """
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
@@ -111,6 +113,22 @@ def unclean(attempts: Sequence[Attempt], job: str) -> int:
     )
 
 
+def heard(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of a helper on the nodes, which is started again while Slurm's controller is away.
+
+    Raises:
+        RunFailed: the controller stays away.
+    """
+
+    def ask() -> tuple[int, str]:
+        code, output = _run(words, env, timeout_s)
+        if code and (said := client.unheard(output)):
+            raise client.Unheard(f"Slurm starts no step ({said})", "submit the run again when Slurm's controller is up")
+        return code, output
+
+    return patiently(ask, client.Unheard)
+
+
 def skip_steps(number: int) -> None:
     """Uses up step numbers with empty steps.
 
@@ -118,7 +136,7 @@ def skip_steps(number: int) -> None:
     steps of a requeued job from 0 again, so a step of the same number would find the address in use.
     """
     for _ in range(number):
-        _run(empty_step(), {}, EMPTY_STEP_S)
+        heard(empty_step(), {}, EMPTY_STEP_S)
 
 
 def check(
@@ -132,7 +150,7 @@ def check(
     command = python.module("hpctrain.launch.engines.slurm.probe", *options, interpreter=interpreter)
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
-    _, output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
+    _, output = heard(launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
@@ -166,7 +184,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    code, output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
+    code, output = heard(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
     if told := preflight.reports(output.splitlines(), stage.MARK):
         raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:

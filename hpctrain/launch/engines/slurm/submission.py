@@ -62,7 +62,7 @@ class Submitted:
     chain: int = 0
     """Place in a chain of jobs that follow each other."""
     replaces: str | None = None
-    """Job that this one goes on for, without the hosts that the monitor excludes."""
+    """Job that this one goes on for: without hosts that are left out, or where the site does not requeue."""
 
 
 def plan(

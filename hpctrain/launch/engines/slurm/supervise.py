@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
-from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.local import plain_command, rank_environment
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
@@ -164,9 +164,8 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
-    return Launch(
-        prepared.launcher.words(command, named), env, job.ranks, saves=bool(config.task), hosts=prepared.hosts
-    )
+    words = prepared.launcher.words(command, named)
+    return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, lambda text: bool(client.unheard(text)))
 
 
 def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
@@ -185,10 +184,18 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
         publish(final, config, run_dir, job)
         requeue.end_chain(run_dir, job)
         return final.exit_code
+    except RunFailed as error:  # Slurm would not: nobody else starts the run again
+        action = Action.STOP if verdict.exit_code is ExitCode.STOPPED else Action.FAIL
+        final = dataclasses.replace(
+            verdict, action=action, reason=f"{verdict.reason}; not requeued: {error.what}", fix=requeue.BY_HAND
+        )
+        amend(run_dir, job, final)
+        publish(final, config, run_dir, job)
+        return final.exit_code
     except HpctrainError as error:
         say(f"not requeued: {error}")
         return verdict.exit_code
-    say("requeued" if restarts else "submitted again, without the hosts that the monitor excludes")
+    say("requeued" if restarts else "submitted again, as a new job")
     if restarts:
         await_end(parent)
     return verdict.exit_code
