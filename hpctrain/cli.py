@@ -40,6 +40,7 @@ COMMANDS = {
     "cancel": Command("hpctrain.commands.slurm", "end a run's jobs now"),
     "resume": Command("hpctrain.commands.slurm", "submit a stopped run again"),
     "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start the ranks and watch over them"),
+    "nodes": Command("hpctrain.commands.nodes", "nodes that are left out since they broke runs, and why"),
     "watch": Command("hpctrain.commands.watch", "live view of a run: step, rate, curves, ranks, verdicts"),
     "report": Command("hpctrain.commands.report", "run folder to one HTML page with plots"),
     "explain": Command("hpctrain.commands.report", "what ended or slows a run, and what to do"),

@@ -305,7 +305,7 @@ class MonitorConfig:
     action: Literal["report", "exclude_on_requeue"] = "report"
     """exclude_on_requeue leaves out a host whose slowness is confirmed as its own at the next requeue."""
     exclude_hours: float = 24.0
-    """How long an excluded host stays excluded."""
+    """How long an excluded host, or one that breaks attempts, stays excluded."""
     host_interval_s: float = 5.0
     """Seconds between readings of the hosts' counters."""
 
@@ -413,6 +413,8 @@ class SlurmConfig:
     """Node-local folder that stage-in copies to; $NAME at its beginning is read on the node."""
     exclude: tuple[str, ...] = ()
     """Hosts that are not to be used."""
+    bad_nodes: Literal["run", "shared", "off"] = "run"
+    """Leave out nodes that break attempts: found by this run, by any of your runs that say shared, or none."""
     requeue: bool | None = None
     """Requeue the job when it was stopped before its end; false where the site forbids it (see submit --chain)."""
     max_requeues: int = 20

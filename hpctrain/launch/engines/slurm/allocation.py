@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
-from hpctrain.launch.engines.slurm import client, preflight, stage
+from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
 from hpctrain.launch.engines.slurm.preflight import Expected, Problem
@@ -78,10 +78,18 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         if fatal is None:
             return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
+            for problem in of_nodes(problems, hosts):
+                leave_out.note(config, run, problem.host or "", problem.what, Attempts(run).all()[-1].number)
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix, fatal.code)
         failed.append((launcher, fatal))
     what = "; ".join(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed)
     raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
+
+
+def of_nodes(problems: Sequence[Problem], hosts: Mapping[int, str]) -> list[Problem]:
+    """Those of single nodes, which another node would not have; what all nodes have is nobody's own. Pure."""
+    own = [problem for problem in problems if problem.fatal and problem.host and not problem.launcher]
+    return own if set(hosts.values()) - {problem.host for problem in own} else []
 
 
 def launchers(config: Config, job: Job) -> list[Launcher]:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
-from hpctrain.launch.engines.slurm import client
+from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import SCRIPT, Submitted, apart, note, submissions
 from hpctrain.launch.patience import patiently
 from hpctrain.launch.supervisor import say
-from hpctrain.monitor.chief.exclude import excluded
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -29,7 +28,7 @@ class Ended(UserError):
 def requeue(config: Config, run: RunDir, job: Job) -> bool:
     """Has Slurm run the job again; whether Slurm will end this process for it.
 
-    Slurm cannot exclude hosts from a job that runs, so where the monitor has found one to leave out, the script is
+    Slurm cannot exclude hosts from a job that runs, so where one is to be left out, the script is
     submitted anew; likewise where Slurm does not requeue the job (``JobRequeue=0``).
 
     Raises:
@@ -45,14 +44,13 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     if requeues(Attempts(run).all(), submissions(run), job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
-    # Slurm's names of nodes have no domain, most often; the monitor's are the hosts' own.
-    avoided = [entry.host.partition(".")[0] for entry in excluded(run.monitor, time.time())]
-    if avoided and config.monitor.action == "exclude_on_requeue" and (run.path / SCRIPT).exists():
+    option = leave_out.option(config, run)
+    if option and (run.path / SCRIPT).exists():
         try:
-            succeed(run, job, [f"--exclude={','.join([*slurm.exclude, *avoided])}"])
+            succeed(run, job, option)
             return False
         except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
-            say(f"the job goes on without leaving out {', '.join(avoided)}: {error.what}")
+            say(f"the job goes on without leaving out any node ({option[0]}): {error.what}")
     try:
         patiently(lambda: put_back(job), client.Unanswered)
     except client.Disabled as error:

@@ -13,7 +13,7 @@ from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.local import plain_command, rank_environment
-from hpctrain.launch.engines.slurm import allocation, client, requeue
+from hpctrain.launch.engines.slurm import allocation, client, leave_out, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
@@ -80,6 +80,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     if final is not verdict:
         amend(run_dir, job, final)
     publish(final, config, run_dir, job)
+    leave_out.note_culprit(config, run_dir)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent)
         return final.exit_code

@@ -33,10 +33,10 @@ from hpctrain.launch.engines.slurm.supervise import (
     limits,
     make_launch,
 )
-from hpctrain.monitor.chief.exclude import Exclusion, exclude
-from hpctrain.run import last_words
+from hpctrain.run import bad_nodes, last_words
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
@@ -199,7 +199,7 @@ def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_th
 ) -> None:
     run = unwritable(tmp_path)
     (run.path / "job.sbatch").touch()
-    exclude(run.monitor, Exclusion("n2", time.time() + 99, 1, "slow"), 0.0)
+    bad_nodes.of_run(run).add(BadNode("n2", time.time() + 99, 1, "slow"))
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     monkeypatch.setattr(client, "submit", lambda script, options: "4711")
     monkeypatch.setattr(requeue, "submissions", lambda run: [])
@@ -455,7 +455,7 @@ def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
 ) -> None:
     run = run_after([AGAIN])
     (run.path / "job.sbatch").touch()
-    exclude(run.monitor, Exclusion("n2.cluster.local", time.time() + 99, 1, "slow"), 0.0)
+    bad_nodes.of_run(run).add(BadNode("n2.cluster.local", time.time() + 99, 1, "slow"))
     slurm_says(
         tmp_path,
         monkeypatch,
