@@ -457,8 +457,8 @@ class LaunchConfig:
     """Shell lines run in the job before the launch, as they stand."""
     stage_in: tuple[str, ...] = ()
     """Files and folders copied to node-local scratch, once a node; task_args that name one get the copy's path."""
-    stage_environment: bool = False
-    """Copy the Python environment there, too: thousands of ranks that import from a shared disk are slow."""
+    stage_environment: bool | None = None
+    """Copy the Python environment there, too; by default on 32 nodes or more: imports from a shared disk are slow."""
     preflight: bool = True
     """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
     max_failures: int = 3

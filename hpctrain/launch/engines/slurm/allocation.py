@@ -31,6 +31,12 @@ from hpctrain.system.output import say, tell
 
 STAGE_IN_S = 3600.0
 """Longest time that stage-in may take."""
+STAGE_FROM_NODES = 32
+"""Nodes from which on the environment is staged by default.
+
+A rank makes some 41,000 file calls at its start, nearly all of them to import, and the first one on each node makes
+them to the file server: 1.3 million on 32 nodes, more than a minute for a server that answers 20,000 a second.
+"""
 EMPTY_STEP_S = 30.0
 """Longest time that a step which does nothing may take."""
 PMIX_STEPS = 2
@@ -178,16 +184,33 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         NoRequeue: it did not end well on every node.
     """
     launch = config.launch
-    own = interpreter_of(config)
-    if not launch.stage_in and not launch.stage_environment:
-        return own, {}
     if launch.slurm.wrap and launch.stage_environment:
         raise UserError(
             "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
         )
+    if launch.stage_environment is None and stages_by_default(config, job):
+        try:
+            return _stage(config, run, job, environment=True)
+        except HpctrainError as error:  # nobody has asked for it
+            say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
+    return _stage(config, run, job, environment=bool(launch.stage_environment))
+
+
+def stages_by_default(config: Config, job: Job) -> bool:
+    """Whether the Python environment goes to many nodes: not an image, nor Python of the system, which nodes have."""
+    is_own = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists()
+    return job.nodes >= STAGE_FROM_NODES and is_own and bool(config.task) and not config.launch.slurm.wrap
+
+
+def _stage(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[str, dict[str, str]]:
+    """See ``stage_in``."""
+    launch = config.launch
+    own = interpreter_of(config)
+    if not launch.stage_in and not environment:
+        return own, {}
     folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
     command = python.module("hpctrain.launch.engines.slurm.stage", str(folder), *map(_absolute, launch.stage_in))
-    if launch.stage_environment:
+    if environment:
         archive = run.path / "environment.tar"
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
