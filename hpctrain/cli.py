@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import hpctrain
 from hpctrain.errors import ExitCode, HpctrainError, UserError
-from hpctrain.system import foreign_text
+from hpctrain.system.output import say
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ COMMANDS = {
     "cancel": Command("hpctrain.commands.slurm", "end a run's jobs now"),
     "resume": Command("hpctrain.commands.slurm", "submit a stopped run again"),
     "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start the ranks and watch over them"),
+    "nodes": Command("hpctrain.commands.nodes", "nodes that are left out since they broke runs, and why"),
     "watch": Command("hpctrain.commands.watch", "live view of a run: step, rate, curves, ranks, verdicts"),
     "report": Command("hpctrain.commands.report", "run folder to one HTML page with plots"),
     "explain": Command("hpctrain.commands.report", "what ended or slows a run, and what to do"),
@@ -61,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except HpctrainError as error:
-        foreign_text.show(f"hpctrain: {error}", sys.stderr)
+        say(str(error))
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()
         return ExitCode.DONE
     except PermissionError as error:  # somebody else's run, most often
         fix = "ask its owner for the permission, or name another path"
-        foreign_text.show(f"hpctrain: {error.filename}: {error.strerror}\n  fix: {fix}", sys.stderr)
+        say(f"{error.filename}: {error.strerror}\n  fix: {fix}")
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         return 130

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hpctrain.commands.slurm import show
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
-from hpctrain.launch.engines.slurm import client, submission
+from hpctrain.launch.engines.slurm import client, leave_out, submission
 from hpctrain.run import which
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -47,8 +47,9 @@ def submit(args: argparse.Namespace) -> int:
         _excluding(config, args.exclude), folder, array, None if resumes else args.at_once, args.chain
     )
     options = [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"] if args.after else []
+    without = leave_out.option(planned.config, folder)
     if args.dry_run:
-        command = shlex.join(["sbatch", *options, str(planned.script_file)])
+        command = shlex.join(["sbatch", *without, *options, str(planned.script_file)])
         said = {"script": planned.script, "command": command, "chain": args.chain}
         show(args, said, [planned.script, f"# would run: {command}"])
         return ExitCode.DONE
@@ -58,9 +59,10 @@ def submit(args: argparse.Namespace) -> int:
         submission.refuse_second(folder)
         submission.write(planned)
         past = submission.submissions(folder)
-        ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and resumes else None)
+        ids = submission.submit(planned, options, args.chain, past[-1].cwd if past and resumes else None, without)
     said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
     text = [f"submitted job {', '.join(ids)}: {_shape(planned)}", f"  run folder {folder.path}"]
+    text += [f"  {without[0]} (hpctrain nodes tells why)"] if without else []
     show(args, said, ids[-1:] if args.parsable else text)
     return _wait(folder) if args.wait else ExitCode.DONE
 

@@ -305,7 +305,7 @@ class MonitorConfig:
     action: Literal["report", "exclude_on_requeue"] = "report"
     """exclude_on_requeue leaves out a host whose slowness is confirmed as its own at the next requeue."""
     exclude_hours: float = 24.0
-    """How long an excluded host stays excluded."""
+    """How long an excluded host, or one that breaks attempts, stays excluded."""
     host_interval_s: float = 5.0
     """Seconds between readings of the hosts' counters."""
 
@@ -413,6 +413,8 @@ class SlurmConfig:
     """Node-local folder that stage-in copies to; $NAME at its beginning is read on the node."""
     exclude: tuple[str, ...] = ()
     """Hosts that are not to be used."""
+    bad_nodes: Literal["run", "shared", "off"] = "run"
+    """Leave out nodes that break attempts: found by this run, by any of your runs that say shared, or none."""
     requeue: bool | None = None
     """Requeue the job when it was stopped before its end; false if the site forbids it (see submit --chain)."""
     max_requeues: int = 20
@@ -455,8 +457,8 @@ class LaunchConfig:
     """Shell lines run in the job before the launch, unchanged."""
     stage_in: tuple[str, ...] = ()
     """Files and folders copied to node-local scratch, once a node; task_args that name one get the copy's path."""
-    stage_environment: bool = False
-    """Copy the Python environment there, too: thousands of ranks that import from a shared disk are slow."""
+    stage_environment: bool | None = None
+    """Copy the Python environment there, too; by default on 32 nodes or more: imports from a shared disk are slow."""
     preflight: bool = True
     """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
     max_failures: int = 3

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpctrain.errors import Code, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
+from hpctrain.launch.patience import PAUSES_S
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
 from hpctrain.launch.stdout_relay import Passing
 from hpctrain.run import step_folder
@@ -30,7 +31,7 @@ from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
 from hpctrain.run.word_reader import WordReader
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
-from hpctrain.system.output import say
+from hpctrain.system.output import say, tell
 from hpctrain.system.signals import StopSignals
 
 TICK_S = 0.05
@@ -66,6 +67,8 @@ class Launch:
     """Whether the ranks save checkpoints; of a plain command nobody knows."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Hosts of ranks, as far as they are known before the start."""
+    unheard: Callable[[str], bool] = lambda text: False
+    """Whether a launcher that said this started nothing, since the scheduler's controller was away."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class WatchedAttempt:
         """Starts the ranks, watches until all are gone, and decides."""
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         with processes.own_session(environment) as session:
-            self.watch(session)
+            self.watch_until_heard(session)
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         told = collect(self.run_dir, self.number)
@@ -127,6 +130,33 @@ class WatchedAttempt:
             missing = missing_ranks(words, self.launch.ranks, text, banner, log, self.launch.hosts)
             failure = hang(self.run_dir, self.number) or failure or missing
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
+
+    def watch_until_heard(self, environment: Mapping[str, str]) -> None:
+        """Runs the launcher, again where the scheduler's controller was away."""
+        self.watch(environment)
+        for pause_s in PAUSES_S:
+            if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(self.launcher_text()):
+                return
+            said = " ".join(self.launcher_text().split())[:300]
+            say(f"no rank was started ({said}); starting them again in {pause_s:.0f} s")
+            if not self.waits(pause_s):
+                return
+            self.watch(environment)
+
+    def waits(self, pause_s: float) -> bool:
+        """Waits while nothing runs; False where the attempt is to end."""
+        end = time.monotonic() + pause_s
+        while (now := time.monotonic()) < end:
+            try:
+                self.lock.beat()
+            except Replaced as error:
+                self.failure = replaced(error)
+            self.take_signals(now)
+            self.take_stop_file(now)
+            if self.failure is not None or self.stop is not None:
+                return False
+            time.sleep(min(WORDS_EVERY_S, end - now))
+        return True
 
     def watch(self, environment: Mapping[str, str]) -> None:
         """Runs the launcher to its end. Its exit code says little: launchers lose those of ranks."""
@@ -293,6 +323,5 @@ class WatchedAttempt:
         """With --verbose, what the launcher has said since the last look."""
         if self.verbose:
             text = self.launcher_text()
-            sys.stderr.write(text[self.shown_bytes :])
-            sys.stderr.flush()
+            tell(text[self.shown_bytes :], end="")
             self.shown_bytes = len(text)

@@ -99,10 +99,10 @@ def record(run_dir: RunDir, number: int, verdict: Verdict, words: Sequence[LastW
             say(str(error))
 
 
-def report(verdict: Verdict, run_dir: RunDir) -> None:
-    """One sentence on how the attempt ended, and what to do."""
+def report(verdict: Verdict, run_dir: RunDir) -> bool:
+    """One sentence on how the attempt ended, and what to do; False if it could not be written."""
     if verdict.action is Action.DONE:
-        return
+        return True
     fix = f"\n  fix: {verdict.fix}" if verdict.fix else ""
     logs = "" if verdict.exit_code in (ExitCode.STOPPED, ExitCode.USER_ERROR) else f"\n  logs: {run_dir.logs}"
-    say(f"{verdict.reason}{fix}{logs}")
+    return say(f"{verdict.reason}{fix}{logs}")

@@ -86,6 +86,30 @@ def kept_output() -> Iterator[None]:
             os.close(former)
 
 
-def say(text: str) -> None:
-    """To the person in front of the terminal, or reading the job's output."""
-    foreign_text.show(f"hpctrain: {text}", sys.stderr)
+def say(text: str) -> bool:
+    """To the person in front of the terminal, or reading the job's output; see ``tell``."""
+    return tell(f"hpctrain: {text}")
+
+
+def tell(text: str, end: str = "\n") -> bool:
+    """Text on standard error; False if it could not be written, to a full disk for instance: nothing ends for that."""
+    try:
+        foreign_text.show(text, sys.stderr, end)
+    except (OSError, ValueError):
+        _discard(sys.stderr)
+        return False
+    return True
+
+
+def _discard(stream: TextIO) -> None:
+    """Drops what a failed write left in the buffer: Python would fail to write it again at exit, and exit with 120."""
+    with contextlib.suppress(OSError, ValueError):
+        handle = stream.fileno()
+        kept, nowhere = os.dup(handle), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.dup2(nowhere, handle)
+            stream.flush()
+        finally:
+            os.dup2(kept, handle)
+            os.close(kept)
+            os.close(nowhere)

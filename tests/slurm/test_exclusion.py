@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.monitor.chief.exclude import Exclusion, exclude
+from hpctrain.run import bad_nodes
+from hpctrain.run.bad_nodes import BadNode
 from tests.slurm.run import STEPS, Run
 
 
@@ -18,7 +19,7 @@ def test_an_excluded_host_is_left_out_of_the_next_attempt(train: Callable[..., R
     first = run.submit()
     run.wait_for(lambda: run.events("run_started"))
     [slow] = run.events("run_started")[0]["hosts"]
-    exclude(run.dir.monitor, Exclusion(slow, time.time() + 3600, 1, "computes slowly"), time.time())
+    bad_nodes.of_run(run.dir).add(BadNode(slow, time.time() + 3600, 1, "computes slowly"))
     run.wait_for(lambda: len(run.events("run_started")) == 2)
     [other] = run.events("run_started")[1]["hosts"]
     second = run.status()["job"]

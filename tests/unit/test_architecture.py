@@ -30,7 +30,7 @@ ROOMS: dict[str, str] = {
     "track": "errors system run train",
     "rank": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track",
     "registry": "errors config comm run data train tasks checkpoint track rank report",
-    "launch": "errors system config comm run monitor",
+    "launch": "errors system config comm run",
     "report": "errors run",
     "watch": "errors system run track launch",
     "doctor": "errors system config comm run reduce launch",
@@ -207,7 +207,7 @@ def test_nobody_sets_an_attribute_of_another_object() -> None:
 READERS = (
     *("config/loading", "run/", "report/", "watch/", "track/", "registry/", "launch/postmortem"),
     *(f"launch/engines/slurm/{name}" for name in ("status", "profile")),
-    *("commands/slurm", "commands/report", "commands/watch", "commands/track", "monitor/chief/exclude"),
+    *("commands/slurm", "commands/report", "commands/watch", "commands/track"),
 )
 """Files whose readings of run folders and run files go through system/safe_read."""
 

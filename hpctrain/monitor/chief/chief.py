@@ -13,7 +13,7 @@ from hpctrain.config.sections import MonitorConfig
 from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
-from hpctrain.monitor.chief.exclude import Exclusion, exclude, is_the_hosts_own
+from hpctrain.monitor.chief.exclude import exclude, is_the_hosts_own
 from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
 from hpctrain.monitor.chief.heat import Heat
@@ -21,7 +21,8 @@ from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.stops import Stops
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
-from hpctrain.run import EventWriter
+from hpctrain.run import EventWriter, bad_nodes
+from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.events import AboutRank, Straggler
 from hpctrain.run.events import Hang as HangEvent
 from hpctrain.run.folder import RunDir
@@ -252,9 +253,10 @@ class Chief:
         excluded = False
         if self.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.hosts):
             now = time.time()
-            entry = Exclusion(verdict.hosts[0], now + 3600 * self.config.exclude_hours, self.attempt, text)
+            until = now + 3600 * self.config.exclude_hours
+            entry = BadNode(verdict.hosts[0], until, self.attempt, text, str(self.folder.path))
             try:
-                excluded = exclude(self.folder.monitor, entry, now)
+                excluded = exclude(bad_nodes.of_run(self.folder), entry, now)
             except RunFailed as error:
                 self.say(f"the monitor cannot exclude {entry.host}: {error.what}", False)
             if excluded:

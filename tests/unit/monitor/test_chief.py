@@ -14,11 +14,13 @@ from hpctrain.bench.straggler import traces
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief import heat
 from hpctrain.monitor.chief.chief import Chief
-from hpctrain.monitor.chief.exclude import Exclusion, exclude, excluded
+from hpctrain.monitor.chief.exclude import exclude
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import Window
 from hpctrain.monitor.wire import Message
 from hpctrain.report.plots import heat_maps
+from hpctrain.run import bad_nodes
+from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.folder import RunDir
 from hpctrain.run.view import RunView
 from hpctrain.train.clock import Phase
@@ -98,10 +100,10 @@ def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path:
     assert (event["kind"], event["host"], event["cause"], event["excluded"]) == ("host", "n2", "compute", True)
     assert event["evidence"] == [line]
     assert any("n2 is left out" in text for text in said)
-    [entry] = excluded(tmp_path / "monitor", 0.0)
+    [entry] = bad_nodes.of_run(RunDir(tmp_path)).entries(0.0)
     assert entry.host == "n2"
-    again = Exclusion("n3", entry.until, 1, "another one")
-    assert not exclude(tmp_path / "monitor", again, 0.0)
+    again = BadNode("n3", entry.until, 1, "another one")
+    assert not exclude(bad_nodes.of_run(RunDir(tmp_path)), again, 0.0)
 
 
 @pytest.mark.parametrize("case", ["no evidence", "report", "data"])
@@ -119,15 +121,7 @@ def test_nothing_is_excluded_without_evidence_leave_or_a_cause_of_the_host(tmp_p
         for message in parts(window):
             chief.receive(message, 0.0)
     assert events_of(tmp_path)[0]["kind"] == "host"
-    assert excluded(tmp_path / "monitor", 0.0) == []
-
-
-def test_exclusions_expire(tmp_path: Path) -> None:
-    assert exclude(tmp_path, Exclusion("n1", 100.0, 1, "slow"), 50.0)
-    assert [entry.host for entry in excluded(tmp_path, 99.0)] == ["n1"]
-    assert excluded(tmp_path, 101.0) == []
-    (tmp_path / "excluded.json").write_text("{ damaged")
-    assert excluded(tmp_path, 99.0) == []
+    assert bad_nodes.of_run(RunDir(tmp_path)).entries(0.0) == []
 
 
 def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) -> None:

@@ -14,21 +14,29 @@ from pathlib import Path
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
-from hpctrain.launch.engines.slurm import client, preflight, stage
+from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
 from hpctrain.launch.engines.slurm.preflight import Expected, Problem
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
+from hpctrain.launch.patience import patiently
 from hpctrain.launch.postmortem import last_line
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import ORDERLY_CODES
-from hpctrain.system import foreign_text, python
+from hpctrain.system import python
+from hpctrain.system.output import say, tell
 
 STAGE_IN_S = 3600.0
 """Longest time that stage-in may take."""
+STAGE_FROM_NODES = 32
+"""Nodes from which on the environment is staged by default.
+
+A rank makes some 41,000 file calls at its start, nearly all of them to import, and the first one on each node makes
+them to the file server: 1.3 million on 32 nodes, more than a minute for a server that answers 20,000 a second.
+"""
 EMPTY_STEP_S = 30.0
 """Longest time that a step which does nothing may take."""
 PMIX_STEPS = 2
@@ -59,6 +67,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     Raises:
         UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
         NoRequeue: a host that cannot take part; it is named.
+        RunFailed: Slurm's controller stays away.
     """
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
@@ -70,15 +79,23 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
-            foreign_text.show(f"hpctrain: preflight with {launcher.describe()}: {problem.what}", sys.stderr)
+            say(f"preflight with {launcher.describe()}: {problem.what}")
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
             return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
+            for problem in of_nodes(problems, hosts):
+                leave_out.note(config, run, problem.host or "", problem.what, Attempts(run).all()[-1].number)
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix, fatal.code)
         failed.append((launcher, fatal))
     what = "; ".join(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed)
     raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
+
+
+def of_nodes(problems: Sequence[Problem], hosts: Mapping[int, str]) -> list[Problem]:
+    """Those of single nodes, which another node would not have; what all nodes have is nobody's own. Pure."""
+    own = [problem for problem in problems if problem.fatal and problem.host and not problem.launcher]
+    return own if set(hosts.values()) - {problem.host for problem in own} else []
 
 
 def launchers(config: Config, job: Job) -> list[Launcher]:
@@ -110,6 +127,22 @@ def unclean(attempts: Sequence[Attempt], job: str) -> int:
     )
 
 
+def heard(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of a helper on the nodes, which is started again while Slurm's controller is away.
+
+    Raises:
+        RunFailed: the controller stays away.
+    """
+
+    def ask() -> tuple[int, str]:
+        code, output = _run(words, env, timeout_s)
+        if code and (said := client.unheard(output)):
+            raise client.Unheard(f"Slurm starts no step ({said})", "submit the run again when Slurm's controller is up")
+        return code, output
+
+    return patiently(ask, client.Unheard)
+
+
 def skip_steps(number: int) -> None:
     """Uses up step numbers with empty steps.
 
@@ -117,7 +150,7 @@ def skip_steps(number: int) -> None:
     steps of a requeued job from 0 again, so a step of the same number would find the address in use.
     """
     for _ in range(number):
-        _run(empty_step(), {}, EMPTY_STEP_S)
+        heard(empty_step(), {}, EMPTY_STEP_S)
 
 
 def check(
@@ -131,11 +164,11 @@ def check(
     command = python.module("hpctrain.launch.engines.slurm.probe", *options, interpreter=interpreter)
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
-    _, output = _run(launcher.words(command, env), env, 60 + job.ranks / 20)
+    _, output = heard(launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
-        foreign_text.show(output, sys.stderr)
+        tell(output)
     return problems, preflight.hosts_of_tasks(reports)
 
 
@@ -151,25 +184,42 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         NoRequeue: it did not end well on every node.
     """
     launch = config.launch
-    own = interpreter_of(config)
-    if not launch.stage_in and not launch.stage_environment:
-        return own, {}
     if launch.slurm.wrap and launch.stage_environment:
         raise UserError(
             "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
         )
+    if launch.stage_environment is None and stages_by_default(config, job):
+        try:
+            return _stage(config, run, job, environment=True)
+        except HpctrainError as error:  # nobody has asked for it
+            say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
+    return _stage(config, run, job, environment=bool(launch.stage_environment))
+
+
+def stages_by_default(config: Config, job: Job) -> bool:
+    """Whether the Python environment goes to many nodes: not an image, nor Python of the system, which nodes have."""
+    is_own = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists()
+    return job.nodes >= STAGE_FROM_NODES and is_own and bool(config.task) and not config.launch.slurm.wrap
+
+
+def _stage(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[str, dict[str, str]]:
+    """See ``stage_in``."""
+    launch = config.launch
+    own = interpreter_of(config)
+    if not launch.stage_in and not environment:
+        return own, {}
     folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
     command = python.module("hpctrain.launch.engines.slurm.stage", str(folder), *map(_absolute, launch.stage_in))
-    if launch.stage_environment:
+    if environment:
         archive = run.path / "environment.tar"
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    code, output = _run(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
+    code, output = heard(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
     if told := preflight.reports(output.splitlines(), stage.MARK):
         raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:
-        foreign_text.show(output, sys.stderr)
+        tell(output)
         why = last_line(output) or f"it ended with code {code}"
         raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
     return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}

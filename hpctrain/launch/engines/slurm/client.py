@@ -13,12 +13,16 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.run.job import QueueEntry
+from hpctrain.system import foreign_text
 
 TIMEOUT_S = 60
 """A controller under load answers within a minute or not at all."""
 
 SOON_S = 10
 """For questions whose answer is of use only now: a job that Slurm ends has half a minute left."""
+
+COMMENT_CHARACTERS = 500
+"""Of a verdict in a job's comment, which is one line."""
 
 SEPARATOR = "|"
 QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
@@ -27,14 +31,29 @@ ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimi
 
 UNHEARD = re.compile(r"unable to contact slurm controller|connection refused", re.IGNORECASE)
 """How Slurm's commands say that nobody has heard them."""
-UNANSWERED = re.compile(r"timed out|zero bytes were transmitted|standby mode", re.IGNORECASE)
-"""How they say that a controller under load has not answered: it may have heard them all the same."""
+UNANSWERED = re.compile(
+    r"timed out|zero bytes were transmitted|standby mode|unexpected message received", re.IGNORECASE
+)
+"""How they say that a controller under load has not answered: it may have heard them all the same.
+
+scontrol requeue says the last of these where no controller is there.
+"""
+
+NO_STEP = re.compile(r"srun: error: Unable to (confirm allocation|create step|allocate resources)")
+"""How srun begins to say why it starts nothing."""
+
+DISABLED = re.compile(r"operation is presently disabled", re.IGNORECASE)
+"""How scontrol says that a job, or the site, does not requeue."""
 
 UNKNOWN_JOB = re.compile(r"invalid job id", re.IGNORECASE)
 
 
 class NoSuchJob(RunFailed):
     """Slurm does not know the job, or has forgotten it."""
+
+
+class Disabled(RunFailed):
+    """Slurm does not do that for this job."""
 
 
 class Unanswered(RunFailed):
@@ -83,7 +102,7 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
         ) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        kinds = {UNHEARD: Unheard, UNANSWERED: Unanswered, UNKNOWN_JOB: NoSuchJob}
+        kinds = {UNHEARD: Unheard, UNANSWERED: Unanswered, UNKNOWN_JOB: NoSuchJob, DISABLED: Disabled}
         failed = next((kind for pattern, kind in kinds.items() if pattern.search(message)), RunFailed)
         raise failed(f"{words[0]} refused: {message}", _advice(message))
     return done.stdout
@@ -147,6 +166,11 @@ def requeue(job: str) -> None:
     run(["scontrol", "requeue", job])
 
 
+def comment(job: str, text: str) -> None:
+    """Sets the job's comment, which squeue and scontrol show; raises RunFailed where Slurm does not take it."""
+    run(["scontrol", "update", f"JobId={job}", f"Comment={foreign_text.line(text, COMMENT_CHARACTERS)}"], SOON_S)
+
+
 def hosts(nodelist: str) -> list[str]:
     """Host names of Slurm's compact notation: n[1-2] -> n1, n2."""
     return run(["scontrol", "show", "hostnames", nodelist]).split()
@@ -179,6 +203,15 @@ def parse_origin(text: str) -> Origin:
     """The first job in the lines of scontrol; these fields end their lines, and come before any free text."""
     found = [re.search(rf"{name}=(.*)$", text, re.MULTILINE) for name in ("JobName", "Command", "WorkDir", "StdOut")]
     return Origin(*(match[1] if match else "" for match in found))
+
+
+def unheard(text: str) -> str | None:
+    """What srun says where it could not start a step since the controller did not hear or answer; None if it could.
+
+    Text of mpirun is understood too: it starts its daemons by srun.
+    """
+    lines = (line.strip() for line in text.splitlines() if NO_STEP.search(line))
+    return next((line for line in lines if UNHEARD.search(line) or UNANSWERED.search(line)), None)
 
 
 def mpi_types() -> list[str]:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
-from hpctrain.launch.engines.slurm import client
+from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import Submitted, apart, note, submissions
-from hpctrain.monitor.chief.exclude import excluded
+from hpctrain.launch.engines.slurm.submission import SCRIPT, Submitted, apart, note, submissions
+from hpctrain.launch.patience import patiently
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
 
-T = TypeVar("T")
-PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
-"""Between questions to a controller that does not hear."""
+BY_HAND = "hpctrain resume goes on from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
 
 
 class Ended(UserError):
@@ -31,12 +28,12 @@ class Ended(UserError):
 def requeue(config: Config, run: RunDir, job: Job) -> bool:
     """Has Slurm run the job again; whether Slurm will end this process for it.
 
-    Slurm cannot exclude hosts from a job that runs, so where the monitor has found one to leave out, the script is
-    submitted anew.
+    Slurm cannot exclude hosts from a job that runs, so where one is to be left out, the script is
+    submitted anew; likewise where Slurm does not requeue the job (``JobRequeue=0``).
 
     Raises:
         Ended: somebody has cancelled the job.
-        UserError: the site does not requeue.
+        UserError: launch.slurm.requeue is false.
         NoRequeue: the cap is reached.
         RunFailed: Slurm refused.
     """
@@ -47,37 +44,35 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     if requeues(Attempts(run).all(), submissions(run), job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
-    # Slurm's names of nodes have no domain, most often; the monitor's are the hosts' own.
-    avoided = [entry.host.partition(".")[0] for entry in excluded(run.monitor, time.time())]
-    script = run.path / "job.sbatch"
-    if avoided and config.monitor.action == "exclude_on_requeue" and script.exists():
-        hosts = ",".join([*slurm.exclude, *avoided])
+    option = leave_out.option(config, run)
+    if option and (run.path / SCRIPT).exists():
         try:
-            number = patiently(lambda: client.submit(script, [f"--exclude={hosts}", f"--chdir={os.getcwd()}"]))
-        except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
-            say(f"the job goes on without leaving out {', '.join(avoided)}: {error.what}")
-        else:
-            note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
+            succeed(run, job, option)
             return False
-    patiently(lambda: put_back(job), client.Unanswered)
+        except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
+            say(f"the job goes on without leaving out any node ({option[0]}): {error.what}")
+    try:
+        patiently(lambda: put_back(job), client.Unanswered)
+    except client.Disabled as error:
+        if not (run.path / SCRIPT).exists():
+            raise RunFailed(f"the site does not requeue: {error.what}", BY_HAND) from error
+        say(f"the site does not requeue ({error.what}): a new job goes on with the run")
+        succeed(run, job)
+        return False
     return True
+
+
+def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
+    """Submits the run's script as a new job in this one's place. Raises RunFailed where Slurm refuses."""
+    words = [*options, f"--chdir={os.getcwd()}"]
+    number = patiently(lambda: client.submit(run.path / SCRIPT, words), client.Unheard)
+    note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
 
 
 def put_back(job: Job) -> None:
     """Has Slurm requeue the job, unless an earlier question that it has not answered did."""
     if who_ends(client.job_fields(job.id), job.restarts) is not Who.REQUEUE:
         client.requeue(job.id)
-
-
-def patiently(ask: Callable[[], T], again: type[client.Unanswered] = client.Unheard) -> T:
-    """Asks again where Slurm's controller is down for a while: a run must not end for its restart."""
-    for pause in PAUSES_S:
-        try:
-            return ask()
-        except again as error:
-            say(f"{error.what}; asking again in {pause:.0f} s")
-            time.sleep(pause)
-    return ask()
 
 
 def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -> int:

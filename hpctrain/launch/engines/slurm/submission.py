@@ -62,7 +62,7 @@ class Submitted:
     chain: int = 0
     """Place in a chain of jobs that follow each other."""
     replaces: str | None = None
-    """Job that this one goes on for, without the hosts that the monitor excludes."""
+    """Job that this one goes on for: without hosts that are left out, or where the site does not requeue."""
 
 
 def plan(
@@ -124,12 +124,19 @@ def write(planned: Plan) -> None:
         write_atomically(run.run_yaml, dump(config).encode(), run.path)
 
 
-def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None) -> list[str]:
+def submit(
+    planned: Plan,
+    options: Sequence[str] = (),
+    chain: int = 1,
+    cwd: str | None = None,
+    always: Sequence[str] = (),
+) -> list[str]:
     """Submits a written plan; the job ids. Tells of jobs that cannot be noted in the run folder.
 
     Args:
         planned: what ``write`` has put into the run folder.
         options: more options of sbatch, such as a dependency.
+        always: those that later jobs of a chain get too.
         chain: jobs that follow each other, each going on where the last one stopped.
         cwd: folder that the job starts in; by default this one.
 
@@ -141,7 +148,7 @@ def submit(planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str 
     for place in range(chain):
         after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else list(options)
         try:
-            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *after]))
+            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *always, *after]))
         except RunFailed as error:
             if not ids:
                 raise

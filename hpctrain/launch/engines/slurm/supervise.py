@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
-from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.local import plain_command, rank_environment
-from hpctrain.launch.engines.slurm import allocation, client, requeue
+from hpctrain.launch.engines.slurm import allocation, client, leave_out, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
@@ -53,7 +53,15 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     if job is None:
         raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
     config = load(run_file, overrides)
-    run_dir = RunDir.for_config(config)
+    try:
+        return attempt(config, RunDir.for_config(config), job, parent, verbose)
+    except HpctrainError as error:  # nothing tells of it but this process's output, which may be on a full disk too
+        comment(job, f"{error.what}; fix: {error.fix}", config)
+        raise
+
+
+def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: bool) -> int:
+    """The same, given a run file that can be read. ``parent`` is Slurm's daemon of the batch script."""
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
     verdict = supervise(
@@ -73,7 +81,8 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     final = in_view_of(who, verdict, asked=requested_stop(run_dir))
     if final is not verdict:
         amend(run_dir, job, final)
-    report(final, run_dir)
+    publish(final, config, run_dir, job)
+    leave_out.note_culprit(config, run_dir)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent)
         return final.exit_code
@@ -158,9 +167,8 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
-    return Launch(
-        prepared.launcher.words(command, named), env, job.ranks, saves=bool(config.task), hosts=prepared.hosts
-    )
+    words = prepared.launcher.words(command, named)
+    return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, lambda text: bool(client.unheard(text)))
 
 
 def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
@@ -176,16 +184,53 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
         reason = f"{verdict.reason}; {error.what}"
         final = dataclasses.replace(verdict, action=action, exit_code=code, reason=reason, fix=error.fix)
         amend(run_dir, job, final)
-        say(str(error))
+        publish(final, config, run_dir, job)
         requeue.end_chain(run_dir, job)
+        return final.exit_code
+    except RunFailed as error:  # Slurm would not: nobody else starts the run again
+        action = Action.STOP if verdict.exit_code is ExitCode.STOPPED else Action.FAIL
+        final = dataclasses.replace(
+            verdict, action=action, reason=f"{verdict.reason}; not requeued: {error.what}", fix=requeue.BY_HAND
+        )
+        amend(run_dir, job, final)
+        publish(final, config, run_dir, job)
         return final.exit_code
     except HpctrainError as error:
         say(f"not requeued: {error}")
         return verdict.exit_code
-    say("requeued" if restarts else "submitted again, without the hosts that the monitor excludes")
+    say("requeued" if restarts else "submitted again, as a new job")
     if restarts:
         await_end(parent)
     return verdict.exit_code
+
+
+def publish(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> None:
+    """Says a verdict; what could not be said, or stands in no file, goes into the job's comment."""
+    said = report(verdict, run_dir)
+    _, stored = of_job(run_dir, job)
+    if not said or stored is None or stored.to_json() != verdict.to_json():
+        comment(job, f"{verdict.reason}; fix: {verdict.fix}" if verdict.fix else verdict.reason, config)
+
+
+def comment(job: Job, text: str, config: Config) -> None:
+    """Tells through Slurm, after the comment that the user gave; where Slurm takes none, only the exit code is left."""
+    given = f"{config.launch.slurm.comment}; " if config.launch.slurm.comment else ""
+    try:
+        client.comment(job.id, f"{given}hpctrain: {text}")
+    except HpctrainError as error:
+        say(f"the job's comment cannot be set: {error.what}")
+
+
+def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, Verdict | None]:
+    """Number of this job's attempt and the verdict on it, as far as the run folder holds them."""
+    try:
+        attempts = Attempts(run_dir).all()
+    except (HpctrainError, OSError):
+        return None, None
+    mine = (job.id, job.restarts)
+    return next(
+        ((each.number, each.verdict) for each in reversed(attempts) if (each.job, each.restarts) == mine), (None, None)
+    )
 
 
 def await_end(parent: int) -> None:
@@ -200,12 +245,10 @@ def await_end(parent: int) -> None:
 
 def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
     """Writes another verdict on this job's attempt; where the disk is full, the job's end still follows from it."""
-    mine = (job.id, job.restarts)
-    attempts = Attempts(run_dir)
-    number = next((each.number for each in reversed(attempts.all()) if (each.job, each.restarts) == mine), None)
+    number, _ = of_job(run_dir, job)
     try:
         if number is not None:
-            attempts.amend(number, verdict)
+            Attempts(run_dir).amend(number, verdict)
     except HpctrainError as error:
         say(str(error))
 

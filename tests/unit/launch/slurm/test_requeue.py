@@ -16,6 +16,7 @@ import pytest
 from hpctrain.commands import slurm_submit
 from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, RunFailed, UserError
+from hpctrain.launch import patience
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.allocation import skip_steps, unclean
 from hpctrain.launch.engines.slurm.job import Job
@@ -32,10 +33,10 @@ from hpctrain.launch.engines.slurm.supervise import (
     limits,
     make_launch,
 )
-from hpctrain.monitor.chief.exclude import Exclusion, exclude
-from hpctrain.run import last_words
+from hpctrain.run import bad_nodes, last_words
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
 from hpctrain.run.job import QueueEntry
@@ -198,7 +199,7 @@ def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_th
 ) -> None:
     run = unwritable(tmp_path)
     (run.path / "job.sbatch").touch()
-    exclude(run.monitor, Exclusion("n2", time.time() + 99, 1, "slow"), 0.0)
+    bad_nodes.of_run(run).add(BadNode("n2", time.time() + 99, 1, "slow"))
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     monkeypatch.setattr(client, "submit", lambda script, options: "4711")
     monkeypatch.setattr(requeue, "submissions", lambda run: [])
@@ -359,7 +360,14 @@ def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
     assert time.monotonic() - began < LEAVE_S / 2
 
 
-@pytest.mark.parametrize(("said", "calls"), [("Unable to contact slurm controller", 3), ("Job is disabled", 1)])
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [
+        ("Unable to contact slurm controller", 3),
+        ("Unexpected message received for job 7", 3),
+        ("Access/permission denied", 1),
+    ],
+)
 def test_a_controller_that_restarts_is_asked_again(
     run_after: Callable[[Sequence[Verdict | None]], RunDir],
     tmp_path: Path,
@@ -373,7 +381,7 @@ def test_a_controller_that_restarts_is_asked_again(
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(client, "job_fields", lambda job: {})
-    monkeypatch.setattr(requeue, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(patience, "PAUSES_S", (0.0, 0.0))
     if calls == 3:
         assert requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
     else:
@@ -419,7 +427,7 @@ def test_a_controller_under_load_is_asked_again(
     asked = tmp_path / "asked"
     once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
     slurm_says(tmp_path, monkeypatch, scontrol=BUSY + once)
-    monkeypatch.setattr(requeue, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(patience, "PAUSES_S", (0.0,))
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB)
 
 
@@ -434,7 +442,7 @@ def test_what_an_unanswered_question_did_is_not_asked_for_again(
 
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING", "Restarts": str(1 + len(asked))})
     monkeypatch.setattr(client, "requeue", silent)
-    monkeypatch.setattr(requeue, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(patience, "PAUSES_S", (0.0,))
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB) and len(asked) == 1
 
 
@@ -447,7 +455,7 @@ def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
 ) -> None:
     run = run_after([AGAIN])
     (run.path / "job.sbatch").touch()
-    exclude(run.monitor, Exclusion("n2.cluster.local", time.time() + 99, 1, "slow"), 0.0)
+    bad_nodes.of_run(run).add(BadNode("n2.cluster.local", time.time() + 99, 1, "slow"))
     slurm_says(
         tmp_path,
         monkeypatch,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config.sections import Config, LaunchConfig
+from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig, TrainConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import allocation, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
@@ -181,3 +181,49 @@ def test_a_node_tells_what_went_wrong_as_data(
         "correct the path, or put the file where all nodes see it",
         "user_error",
     )
+
+
+def many_nodes(monkeypatch: pytest.MonkeyPatch, venv: bool = True) -> list[Path]:
+    """Archives that are made of the environment, instead of making them."""
+    made: list[Path] = []
+    monkeypatch.setattr(sys, "base_prefix", "/usr" if venv else sys.prefix)
+    monkeypatch.setattr(stage, "pack", lambda prefix, archive: made.append(archive))
+    monkeypatch.setattr(allocation, "heard", lambda words, env, timeout_s: (0, ""))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "venv", "wrap", "expected"),
+    [
+        (31, None, True, (), False),
+        (32, None, True, (), True),
+        (32, False, True, (), False),
+        (32, None, False, (), False),
+        (32, None, True, ("apptainer", "exec"), False),
+        (2, True, True, (), True),
+    ],
+)
+def test_the_environment_is_staged_by_default_on_many_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, asked: bool | None, venv: bool, wrap: tuple[str, ...],
+    expected: bool,
+) -> None:  # fmt: skip
+    made = many_nodes(monkeypatch, venv)
+    launch = LaunchConfig(stage_environment=asked, slurm=SlurmConfig(scratch=str(tmp_path), wrap=wrap))
+    config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2), launch=launch)
+    interpreter, _ = allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes, nodes, 0, "n[1-32]"))
+    assert bool(made) is expected
+    assert interpreter.startswith(str(tmp_path / "hpctrain-7" / "environment")) is expected
+
+
+def test_an_environment_that_nobody_asked_to_stage_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(prefix: Path, archive: Path) -> None:
+        raise UserError("no space left", "free space")
+
+    many_nodes(monkeypatch)
+    monkeypatch.setattr(stage, "pack", full)
+    config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2))
+    job = Job("7", 32, 32, 0, "n[1-32]")
+    assert allocation.stage_in(config, RunDir(tmp_path), job) == (sys.executable, {})
+    assert "no space left" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Nodes that are left out when the run starts again: a list with reasons, in which every entry expires.
+
+Each run has one; a person's runs may share another, in the person's own state folder. Lines are appended, and the last
+one on a node counts, so that runs that write at the same time lose nothing of each other's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import Ending, LastWord
+from hpctrain.run.verdict import Verdict
+from hpctrain.system import safe_read
+from hpctrain.system.files import append_bytes, cannot_write, make_private
+from hpctrain.system.json_shape import fits, is_count, is_time
+
+FILE = "bad-nodes.jsonl"
+HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""Names go into the command line of sbatch."""
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """One node that is left out."""
+
+    host: str
+    until: float
+    """Unix seconds at which the entry expires."""
+    attempt: int
+    """The attempt that found it."""
+    reason: str
+    run: str = ""
+    """Folder of the run that found it."""
+
+    @property
+    def node(self) -> str:
+        """Slurm's names have no domain, most often; ``host`` is what the node calls itself."""
+        return self.host.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class BadNodes:
+    """One list."""
+
+    folder: Path
+    root: Path
+    """The folder itself or one above it; no link is followed below."""
+
+    def entries(self, now: float) -> list[BadNode]:
+        """Those that have not expired; none where the list is missing or cannot be read."""
+        found: dict[str, BadNode] = {}
+        try:
+            lines = safe_read.read(self.folder / FILE).splitlines()
+        except OSError:
+            return []
+        for entry in filter(None, map(_entry, lines)):
+            found[entry.node] = entry
+        return [entry for entry in found.values() if entry.until > now]
+
+    def add(self, *nodes: BadNode) -> None:
+        """Adds nodes, or replaces what is said of them. Raises RunFailed where the list cannot be written."""
+        lines = b"".join(json.dumps(dataclasses.asdict(node)).encode() + b"\n" for node in nodes)
+        try:
+            if self.folder == self.root:
+                make_private(self.folder)
+            append_bytes(self.folder / FILE, lines, self.root)
+        except OSError as error:
+            raise cannot_write(self.folder / FILE, error) from error
+
+    def clear(self, host: str, now: float) -> list[BadNode]:
+        """Takes a node, or all with ``all``, off the list; those that were on it. Raises as ``add`` does."""
+        cleared = [entry for entry in self.entries(now) if host in ("all", entry.host, entry.node)]
+        if cleared:
+            self.add(*(dataclasses.replace(entry, until=0.0) for entry in cleared))
+        return cleared
+
+
+def of_run(run: RunDir) -> BadNodes:
+    """The list of one run."""
+    return BadNodes(run.monitor, run.path)
+
+
+def shared() -> BadNodes:
+    """The list of all runs of this user, in a folder that nobody else can write: $XDG_STATE_HOME/hpctrain."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "hpctrain"
+    return BadNodes(folder, folder)
+
+
+def breaks_again(attempts: Sequence[Attempt], words: Sequence[LastWord]) -> str | None:
+    """The node that alone broke the last two attempts in the same way; None where there is none. Pure.
+
+    Once may be chance, and an error that ranks elsewhere have as well is the run's own.
+
+    Args:
+        attempts: of the run, oldest first, the one that has just ended last.
+        words: its ranks' last ones.
+    """
+    if len(attempts) < 2 or (attempts[-1].nodes or 1) < 2 or attempts[-1].has_progressed:
+        return None
+    before, last = attempts[-2].verdict, attempts[-1].verdict
+    if not (before and last and before.is_failure and last.is_failure and last.host):
+        return None
+    if (before.host, before.code) != (last.host, last.code) or _elsewhere(last, words):
+        return None
+    return last.host
+
+
+def _elsewhere(verdict: Verdict, words: Sequence[LastWord]) -> bool:
+    """Whether a rank on another host ended as the one did that the verdict names."""
+    own = {_how(word) for word in words if word.host == verdict.host and word.ending in (Ending.FAILED, Ending.KILLED)}
+    return any(_how(word) in own for word in words if word.host != verdict.host)
+
+
+def _how(word: LastWord) -> tuple[Ending, str | None]:
+    return word.ending, word.error.what if word.error else word.note
+
+
+def _entry(line: bytes) -> BadNode | None:
+    try:
+        saved = safe_read.parse_json(line)
+        return BadNode(**saved) if _is_entry(saved) else None
+    except (ValueError, TypeError):
+        return None
+
+
+def _is_host(value: object) -> bool:
+    return isinstance(value, str) and HOST.fullmatch(value) is not None
+
+
+_is_entry = fits({"host": _is_host, "until": is_time, "attempt": is_count, "reason": str, "run": str})

@@ -1,0 +1,85 @@
+"""Nodes that break a run's attempts are left out of its next job."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
+from hpctrain.errors import Code, ExitCode
+from hpctrain.launch.engines.slurm import leave_out
+from hpctrain.launch.engines.slurm.allocation import of_nodes
+from hpctrain.launch.engines.slurm.preflight import Problem
+from hpctrain.run import bad_nodes
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord
+from hpctrain.run.verdict import Action, Verdict
+
+BROKEN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "no module named h5py", "", 1, "n2.local", Code.EXCEPTION)
+ERROR = ErrorWord("no module named h5py", "install it", "ModuleNotFoundError", "", Code.EXCEPTION)
+WORDS = [
+    LastWord(0, "n1.local", 1, 1.0, 0.0, Ending.TAKEN_DOWN, 1.0),
+    LastWord(1, "n2.local", 1, 1.0, 0.0, Ending.FAILED, 1.0, ExitCode.FAILURE, error=ERROR),
+]
+
+
+def config(choice: str) -> Config:
+    slurm = SlurmConfig(exclude=("n9",), bad_nodes=choice)  # type: ignore[arg-type]
+    launch = LaunchConfig(command=("true",), slurm=slurm)
+    return Config(name="r", launch=launch, monitor=MonitorConfig(exclude_hours=2))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run of which n2 alone has broken one attempt."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = RunDir(tmp_path / "run")
+    run.create()
+    fail(run)
+    return run
+
+
+def fail(run: RunDir) -> None:
+    number = Attempts(run).begin(Attempt(job="7", nodes=2, ranks=2))
+    Attempts(run).end(number, BROKEN, WORDS)
+
+
+@pytest.mark.parametrize(("choice", "left_out"), [("run", True), ("shared", True), ("off", False)])
+def test_a_node_that_breaks_two_attempts_is_left_out(
+    run: RunDir, capsys: pytest.CaptureFixture[str], choice: str, left_out: bool
+) -> None:
+    leave_out.note_culprit(config(choice), run)
+    assert leave_out.option(config(choice), run) == [], "once may be chance"
+    fail(run)
+    leave_out.note_culprit(config(choice), run)
+    assert leave_out.option(config(choice), run) == (["--exclude=n9,n2"] if left_out else [])
+    assert ("n2 is left out at the next start, for 2 h" in capsys.readouterr().err) is left_out
+    assert len(bad_nodes.shared().entries(0.0)) == (choice == "shared")
+
+
+def test_another_run_that_shares_leaves_it_out_too(run: RunDir, tmp_path: Path) -> None:
+    fail(run)
+    leave_out.note_culprit(config("shared"), run)
+    other = RunDir(tmp_path / "other")
+    assert leave_out.avoided(config("shared"), other) == ["n2"]
+    assert leave_out.avoided(config("run"), other) == []
+
+
+def test_a_list_that_cannot_be_written_changes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    fail(run)
+    (run.monitor / bad_nodes.FILE).mkdir()
+    leave_out.note_culprit(config("run"), run)
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_preflight_blames_nodes_only_where_others_passed() -> None:
+    problem = Problem("scratch of n2 cannot be written", "exclude the host", "n2")
+    everywhere = [problem, dataclasses.replace(problem, host="n1")]
+    assert of_nodes([problem], {0: "n1", 1: "n2"}) == [problem]
+    assert of_nodes(everywhere, {0: "n1", 1: "n2"}) == []
+    assert of_nodes([dataclasses.replace(problem, fatal=False)], {0: "n1", 1: "n2"}) == []
+    assert of_nodes([dataclasses.replace(problem, launcher=True)], {0: "n1", 1: "n2"}) == []
