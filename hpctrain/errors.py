@@ -30,10 +30,16 @@ class Code(enum.StrEnum):
 
     COMPLETED = "completed"
     RUNNING = "running"
+    PENDING = "pending"
+    """Its job waits."""
     STOPPED = "stopped"
     """On request."""
     TIME_LIMIT = "time_limit"
     """Stopped since the job's time was nearly over."""
+    CANCELLED = "cancelled"
+    """Its job was taken from Slurm, which may do so itself."""
+    NOT_STARTED = "not_started"
+    """No job was submitted, or Slurm refused it."""
 
     USER_ERROR = "user_error"
     """The run file, data, command line or environment; nothing more precise is known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -65,19 +66,30 @@ def report(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """One paragraph."""
+    """One paragraph; of an array one for all elements that have come to the same."""
     from rich.console import Console
 
+    from hpctrain.launch.engines.slurm import status
     from hpctrain.report.explain import explain as explain_run
 
-    data = find_run(args.run).history()
-    tell_notes(data)
-    answer = explain_run(data)
+    runs = which.runs(args.run)
+    jobs = status.ask(runs)
+    answers = {}
+    for run in runs:
+        data = RunView(run.path).history()
+        tell_notes(data)
+        answers[run.path] = explain_run(data, data.run.state(time.time(), jobs.job_of(run)))
+    of_array = bool(runs) and runs[0].path != which.existing(args.run).path
     if args.json:
-        foreign_text.show(json.dumps(asdict(answer), indent=1))
+        said = [{"run": str(path), **asdict(answer)} for path, answer in answers.items()]
+        foreign_text.show(json.dumps(said if of_array else asdict(answers[runs[0].path]), indent=1))
         return 0
-    text = foreign_text.line(f"{answer.title}. {answer.text}", MOST_CHARACTERS)
-    Console(highlight=False, markup=False, emoji=False, soft_wrap=False).print(text)
+    alike: dict[str, list[str]] = {}
+    for path, answer in answers.items():
+        alike.setdefault(f"{answer.title}. {answer.text}".strip(), []).append(path.name)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+    for text, names in alike.items():
+        console.print(foreign_text.line(f"{', '.join(names)}: {text}" if of_array else text, MOST_CHARACTERS))
     return 0
 
 

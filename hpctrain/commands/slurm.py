@@ -24,7 +24,10 @@ FUNCTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     name = parser.get_default("command")
-    parser.add_argument("target", metavar="run", help="run file or run folder")
+    if name == "status":
+        parser.add_argument("target", metavar="run", nargs="?", help="run file or run folder; by default all your runs")
+    else:
+        parser.add_argument("target", metavar="run", help="run file or run folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     if name in ("render", "submit", "resume"):
         parser.set_defaults(overrides=[])

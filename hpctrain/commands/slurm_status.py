@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from hpctrain.commands.slurm import show
 from hpctrain.errors import ExitCode, UserError
@@ -18,9 +19,11 @@ FOLLOW_S = 0.5
 
 
 def status(args: argparse.Namespace) -> int:
-    """Prints where the run, or each element of an array, stands; without Slurm, what the run folder knows."""
-    found = run_status.of_runs(which.runs(args.target))
-    show(args, [each.plain() for each in found], run_status.lines(found))
+    """Prints where the run, each element of an array, or each of the user's runs stands; without Slurm, too."""
+    runs = which.runs(args.target) if args.target else run_status.own_runs(Path.cwd())
+    found = run_status.of_runs(runs)
+    text = run_status.lines(found) if args.target else run_status.table(found)
+    show(args, [each.plain() for each in found], text or ["no runs here (runs/), and none in Slurm's queue"])
     return ExitCode.DONE
 
 

@@ -12,7 +12,7 @@ from hpctrain.commands.slurm import show
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.launch.engines.slurm import client, leave_out, submission
-from hpctrain.run import which
+from hpctrain.run import RunView, Word, which
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
@@ -46,6 +46,8 @@ def submit(args: argparse.Namespace) -> int:
     planned = submission.plan(
         _excluding(config, args.exclude), folder, array, None if resumes else args.at_once, args.chain
     )
+    if resumes and not args.overrides:
+        refuse_finished(planned)
     options = [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"] if args.after else []
     without = leave_out.option(planned.config, folder)
     if args.dry_run:
@@ -54,6 +56,8 @@ def submit(args: argparse.Namespace) -> int:
         show(args, said, [planned.script, f"# would run: {command}"])
         return ExitCode.DONE
     client.find("sbatch")
+    if args.after:
+        submission.check_after(args.after)
     folder.create()
     with LiveLock(folder, myself(), TO_SUBMIT).held():  # until the job is noted, where the next one looks for it
         submission.refuse_second(folder)
@@ -65,6 +69,19 @@ def submit(args: argparse.Namespace) -> int:
     text += [f"  {without[0]} (hpctrain nodes tells why)"] if without else []
     show(args, said, ids[-1:] if args.parsable else text)
     return _wait(folder) if args.wait else ExitCode.DONE
+
+
+def refuse_finished(planned: submission.Plan) -> None:
+    """Nothing is left to resume.
+
+    Raises:
+        UserError: the run has finished, and no option asks for more than it did.
+    """
+    found = RunView(planned.run.path).snapshot()
+    if found.outcome.word is Word.FINISHED:
+        reason = (found.newest.verdict.reason if found.newest and found.newest.verdict else "") or found.outcome.value
+        fix = "nothing to do; to train on, say how far: hpctrain resume ... --train.epochs N"
+        raise UserError(f"{planned.run.path} has finished: {reason}", fix)
 
 
 def _shape(planned: submission.Plan) -> str:

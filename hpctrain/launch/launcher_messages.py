@@ -61,6 +61,7 @@ NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
     r"DUE TO NODE.?FAIL|srun: error: .*[Nn]ode failure(?: on (?P<host>\S+))?"
     r"|has\s+lost\s+communication\s+with\s+a\s+remote\s+daemon|daemon\s+has\s+(?:died|failed)"
+    r"|Remote daemon\s*:\s*\[\S+\]\s+on\s+node\s+(?P<remote>\S+)"
 )
 
 
@@ -92,7 +93,7 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
 
 def lost_node(text: str) -> str | None:
     """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone."""
-    hosts = [found["host"] or "" for found in LOST_NODE.finditer(text)]
+    hosts = [found["host"] or found["remote"] or "" for found in LOST_NODE.finditer(text)]
     return max(hosts, default=None)
 
 

@@ -96,8 +96,8 @@ def missing_ranks(
     if any(word.ending is Ending.FAILED and word.exit_code in FINAL for word in words):
         return None  # the run's own mistake, whatever else happened
     if (host := launcher_messages.lost_node(text)) is not None:
-        what, fix = f"{host or 'a node'} was lost: {last_line(text)}", "the same command resumes it"
-        return failed_with(Code.NODE, what, fix, host=host or None)
+        what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
+        return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
     if silent := launcher_messages.silent(text, untold):
         return _lost(silent, untold[silent[0]])

@@ -105,7 +105,9 @@ def watch(
         if not asked and time.monotonic() >= next_look:
             next_look = time.monotonic() + POLL_S
             if asked := run_dir.stop_file.exists():
-                child.send_signal(signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")])
+                number_of_stop = signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")]
+                if number_of_stop not in signals.received:  # else the program has got it, too
+                    child.send_signal(number_of_stop)
 
 
 def ending(word: LastWord, program: str, code: int, asked: bool) -> LastWord:

@@ -17,7 +17,8 @@ from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
-from hpctrain.errors import ExitCode, HpctrainError, RunFailed, code_of
+from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
+from hpctrain.rank.set_up_watch import SetUpWatch
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
@@ -28,13 +29,20 @@ from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
 from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import quiet_environment, redirect
-from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
+from hpctrain.system.signals import Interrupted, InterruptibleStopSignals, StopSignals
 from hpctrain.tasks.blame import own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
 """Seconds that a failing rank waits to learn whether all others fail too, before it takes them down."""
 EXIT_CODES = {StopReason.REQUESTED: ExitCode.STOPPED}
+
+
+class StoppedInSetUp(HpctrainError):
+    """Somebody asked the run to stop before it had anything to save."""
+
+    exit_code = ExitCode.STOPPED
+    code = Code.STOPPED
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,14 @@ class Session:
     def phase(self, what: str) -> Iterator[None]:
         """A part of the start that each rank does by itself; if it fails on one, it fails on all.
 
-        The body must not communicate with other ranks.
+        The body must not communicate with other ranks. A request to stop ends it: it may read endless data.
         """
         error: Exception | None = None
         try:
-            yield
+            with self.signals.interrupting(), SetUpWatch(what, self.run_dir, self.warn):
+                yield
+        except Interrupted as caught:
+            error = StoppedInSetUp(f"stopped by {caught} before training began ({what})", "the same command starts it")
         except Exception as caught:  # reported to the others first, whatever it is
             error = caught
         if error is None:

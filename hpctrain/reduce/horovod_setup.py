@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +22,24 @@ SETTINGS = {
 """Environment variables that Horovod reads when it starts; what the user has set stays."""
 MPI_LIBRARY = re.compile(r"lib(mpi|mpich|mpi-\w+|mpi_(?!cxx|mpifh|usempi)\w+)\.so[.\d]*")
 BUILD = "run: hpctrain install-horovod"
+_leases: dict[ModuleType, set[int]] = {}
+"""Numbers of the leases in use, by framework: Horovod has one state for the whole process."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One reducer's use of Horovod, which runs as long as any reducer of the process uses it."""
+
+    module: ModuleType
+    number: int
+    """The lowest one free: equal on ranks that open and close reducers in the same order. For names of tensors."""
+
+    def end(self) -> None:
+        """The last one ends Horovod's background thread, which would take time from the cores with nothing to do."""
+        numbers = _leases.get(self.module, set())
+        numbers.discard(self.number)
+        if not numbers and _leases.pop(self.module, None) is not None:
+            self.module.shutdown()
 
 
 def load(framework: str) -> ModuleType:
@@ -64,17 +84,38 @@ def mpi_libraries(maps: str) -> list[str]:
     return sorted(path for path in paths if MPI_LIBRARY.fullmatch(Path(path).name))
 
 
-def start(module: ModuleType, group: Group, on_gpu: bool) -> None:
-    """Starts Horovod's background thread on exactly the ranks of the group.
+def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
+    """Starts Horovod's background thread on exactly the ranks of the group, unless it runs already.
 
     Args:
         module: of ``load``.
         group: the ranks.
         on_gpu: whether it will sum tensors on GPUs.
 
+    Returns:
+        The caller's use of it, to be ended where it needs it no more.
+
     Raises:
         UserError: Horovod sees other ranks than the group has.
     """
+    runs = bool(module.is_initialized())
+    if not runs:
+        _init(module, on_gpu)
+    if (module.rank(), module.size()) != (group.rank, group.size):
+        raise UserError(
+            f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",
+            f"{BUILD} --force: it was built without MPI or for another one",
+            Code.HOROVOD,
+        )
+    if not runs:
+        _leases.pop(module, None)  # the program itself has ended it
+    numbers = _leases.setdefault(module, set())
+    number = next(number for number in itertools.count() if number not in numbers)
+    numbers.add(number)
+    return Lease(module, number)
+
+
+def _init(module: ModuleType, on_gpu: bool) -> None:
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
     # Horovod 0.28.1 crashes at its second start if this and the cycle time are set; without fusion it means nothing.
@@ -83,12 +124,6 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> None:
     module.init()
     if not on_gpu:  # there NCCL's own threads, which move the data, would inherit it
         _give_way(set(os.listdir("/proc/self/task")) - threads)
-    if (module.rank(), module.size()) != (group.rank, group.size):
-        raise UserError(
-            f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",
-            f"{BUILD} --force: it was built without MPI or for another one",
-            Code.HOROVOD,
-        )
 
 
 def _give_way(threads: set[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -103,9 +102,10 @@ class HorovodReducer:
 
     lends = False
 
-    def __init__(self, name: str, horovod: ModuleType, compress: bool) -> None:
+    def __init__(self, name: str, lease: horovod_setup.Lease, compress: bool) -> None:
         self.name = name
-        self.horovod = horovod
+        self.lease = lease
+        self.horovod = lease.module
         self.compress = compress
 
     def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -118,11 +118,11 @@ class HorovodReducer:
     borrow = sum
 
     def _allreduce(self, values: tf.Tensor, name: str) -> tf.Tensor:
-        return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}")
+        return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}_{self.lease.number}")
 
     def close(self) -> None:
-        """Ends Horovod's background thread, which would take time from the cores even when it has nothing to do."""
-        self.horovod.shutdown()
+        """Gives up its use of Horovod."""
+        self.lease.end()
 
 
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -153,8 +153,8 @@ def open_reducer(candidate: Candidate, group: Group, pieces: Pieces) -> Reducer:
     on_gpu = bool(tf.config.list_logical_devices("GPU"))
     if candidate.kind == "horovod":
         horovod = horovod_setup.load("tensorflow")
-        horovod_setup.start(horovod, group, on_gpu)
-        return HorovodReducer(candidate.name, horovod, candidate.compression == "fp16")
+        lease = horovod_setup.start(horovod, group, on_gpu)
+        return HorovodReducer(candidate.name, lease, candidate.compression == "fp16")
     layout, shapes = pieces.layout, pieces.shapes
     if on_gpu:
         length = sum(layout.sizes)

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.horovod_setup import Lease
 from hpctrain.reduce.layout import Layout
 
 POLL_S = 2e-4
@@ -20,10 +21,9 @@ POLL_S = 2e-4
 class HorovodAllreduce:
     """Few large messages of fixed names and bounds: nothing is negotiated again, and timing changes no sum."""
 
-    def __init__(
-        self, horovod: ModuleType, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
-    ) -> None:
-        self.horovod = horovod
+    def __init__(self, lease: Lease, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
+        self.lease = lease
+        self.horovod = lease.module
         self.gradients = layout.gradients
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
         self.half = torch.zeros(layout.gradients, dtype=torch.float16, device=device) if half else None
@@ -49,11 +49,12 @@ class HorovodAllreduce:
             self.flat[: self.gradients].copy_(self.half)
 
     def close(self) -> None:
-        """Ends Horovod's background thread, which would take time from the cores even when it has nothing to do."""
-        self.horovod.shutdown()
+        """Gives up its use of Horovod."""
+        self.lease.end()
 
     def _send(self, part: Tensor, begin: int) -> None:
-        name = f"hpctrain.gradients.{begin}"  # a group of its own: groups are not fused (horovod_setup.SETTINGS)
+        # A group of its own: groups are not fused (horovod_setup.SETTINGS).
+        name = f"hpctrain.gradients.{self.lease.number}.{begin}"
         self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
 
 
@@ -81,5 +82,5 @@ def open_horovod_allreduce(
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error
-    horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
-    return HorovodAllreduce(horovod, layout, dtype, device, half)
+    lease = horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
+    return HorovodAllreduce(lease, layout, dtype, device, half)

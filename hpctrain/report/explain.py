@@ -7,11 +7,11 @@ decide by codes; what people read is made here, last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpctrain.errors import Code
 from hpctrain.report.summary import phase_share
-from hpctrain.run import AttemptWords, Outcome, RunHistory, Verdict
+from hpctrain.run import AttemptWords, Outcome, RunHistory, State, Verdict, Word
 from hpctrain.run.decision import blame
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Hang, RunFinished, StopRequested, Straggler
 
@@ -47,9 +47,20 @@ class Explanation:
         return " ".join(_capital(part) + ("" if part.endswith((".", "!", "?")) else ".") for part in parts if part)
 
 
-def explain(data: RunHistory) -> Explanation:
-    """The first rule that applies, with what slows the run as further findings."""
-    found = next((answer for rule in RULES if (answer := rule(data)) is not None), unknown(data))
+def explain(data: RunHistory, state: State | None = None) -> Explanation:
+    """The first rule that applies, with what slows the run as further findings.
+
+    Args:
+        data: the run.
+        state: how it stands by what Slurm and living processes say, too; by default its folder alone is asked.
+    """
+    found = next((answer for rule in RULES if (answer := rule(data)) is not None), None)
+    if found is not None and found.cause is Code.COMPLETED:
+        state = None  # whatever has become of its job
+    if found is None:
+        found = (by_standing(state) if state else by_life(data)) or unknown(data, state)
+    elif state is not None and state.word is Word.PENDING:
+        return replace(found, findings=(f"it is to go on: {state.why}", *([state.fix] if state.fix else [])))
     slow = [finding for rule in SLOW for finding in rule(data)]
     if found.cause in (Code.COMPLETED, Code.RUNNING) and slow:
         first = slow[0]
@@ -162,11 +173,11 @@ def by_completion(data: RunHistory) -> Explanation | None:
     if reached not in (Outcome.COMPLETED, Outcome.EARLY, Outcome.DONE):
         return None
     finished = data.last(RunFinished)
-    step = finished.step if finished else "the last"
     is_early = reached is Outcome.EARLY
     title = "The run ended early: its metric no longer improved" if is_early else "The run completed"
     attempts = len(data.run.attempts) or 1
-    evidence = f"it reached step {step} in {attempts} attempt{'s' if attempts > 1 else ''}"
+    reached_step = f"it reached step {finished.step}" if finished else "its command ended well"
+    evidence = f"{reached_step} in {attempts} attempt{'s' if attempts > 1 else ''}"
     return Explanation(Code.COMPLETED, title, (evidence,))
 
 
@@ -177,7 +188,31 @@ def by_life(data: RunHistory) -> Explanation | None:
     return Explanation(Code.RUNNING, "The run is under way")
 
 
-def unknown(data: RunHistory) -> Explanation:
+STANDING = {
+    Word.RUNNING: "The run goes on",
+    Word.PENDING: "The run has not begun",
+    Word.CANCELLED: "The run's job was cancelled",
+    Word.FAILED: "The run's job failed",
+    Word.NOT_STARTED: "The run was not started",
+}
+"""Titles for runs of which more is known than their folders tell."""
+FIXES = {
+    Word.CANCELLED: "hpctrain resume submits it again",
+    Word.FAILED: "look at the job's own log: hpctrain logs RUN --rank job",
+    Word.NOT_STARTED: "hpctrain submit",
+}
+
+
+def by_standing(state: State) -> Explanation | None:
+    """What its job says of a run that has not said how it ended, or has not begun."""
+    if state.word not in STANDING:
+        return None
+    fix = state.fix or FIXES.get(state.word, "")
+    code = Code.RUNNING if state.word is Word.RUNNING else state.code
+    return Explanation(code, STANDING[state.word], (state.why,) if state.why else (), fix)
+
+
+def unknown(data: RunHistory, state: State | None = None) -> Explanation:
     """No evidence, or none that has a code: then the verdict's own words are shown."""
     newest = data.run.newest
     if newest and newest.verdict and newest.verdict.reason:
@@ -188,7 +223,7 @@ def unknown(data: RunHistory) -> Explanation:
         for name, there in (("events", data.counts), ("attempts", data.run.attempts), ("last words", data.run.words))
         if not there
     ]
-    evidence = (
+    evidence = (state.why if state else "") or (
         f"the run folder has no {', no '.join(missing)}" if missing else "nothing in the run folder says how it ended"
     )
     return Explanation(
@@ -250,7 +285,7 @@ def failed_checkpoints(data: RunHistory) -> list[Explanation]:
 
 
 Rule = Callable[[RunHistory], Explanation | None]
-RULES: tuple[Rule, ...] = (by_cause, by_hang, by_failure, by_stop, by_completion, by_life)
+RULES: tuple[Rule, ...] = (by_cause, by_hang, by_failure, by_stop, by_completion)
 SLOW = (stragglers, failed_checkpoints, phases)
 
 

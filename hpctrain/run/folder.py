@@ -117,6 +117,11 @@ class RunDir:
                 "set run_dir to a folder that you may write and that has free space",
             ) from error
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there has been an attempt."""
+        return self.run_json.exists() or self.attempts.exists()
+
     def newest_checkpoint_step(self) -> int | None:
         """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
         found = (step_folder.step_of(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))

@@ -9,6 +9,22 @@ ALIVE = (
     *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
 )
 """States of jobs that may still act on the run folder."""
+UNKNOWN = "UNKNOWN"
+"""State of jobs of which a scheduler has not told, or which it has forgotten: they may have ended in any way."""
+REFUSED = "REFUSED"
+"""State of what a scheduler did not take as a job."""
+
+ADVICE = {
+    "DependencyNeverSatisfied": "a job that it waits for did not end well: cancel it, and submit it without --after",
+    "Dependency": "it begins when the jobs that it waits for have ended well",
+    "JobHeldUser": "it is held: scontrol release lets it begin",
+    "JobHeldAdmin": "an administrator holds it: ask the site",
+    "BeginTime": "it begins at launch.slurm.begin, or some time after a requeue",
+    "PartitionNodeLimit": "the partition never gives as many nodes: lower launch.nodes, or take another partition",
+    "PartitionTimeLimit": "the partition never gives that much time: lower launch.slurm.time",
+    "ReqNodeNotAvail": "nodes that it needs are down or reserved: sinfo -R tells why",
+}
+"""What to do about the reasons for which jobs wait longest."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import Code, ExitCode
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.events import RunFinished, RunStarted
-from hpctrain.run.job import ALIVE, QueueEntry
+from hpctrain.run.job import ADVICE, ALIVE, REFUSED, UNKNOWN, QueueEntry
 from hpctrain.run.live_lock import STALE_S
 from hpctrain.run.progress import Progress
 from hpctrain.run.verdict import Action, Verdict
@@ -33,6 +33,8 @@ class Word(StrEnum):
     STOPPED = "stopped"
     """On request, with a checkpoint: the same command goes on."""
     FAILED = "failed"
+    CANCELLED = "cancelled"
+    """Its job was taken out of the queue, or ended by somebody before the run could conclude anything."""
     UNKNOWN = "unknown"
     """Nobody works on it as far as can be told, and nobody has said how it ended."""
 
@@ -45,6 +47,20 @@ class State:
     why: str = ""
     is_over: bool = False
     """Nothing more will happen unless somebody acts."""
+    code: Code = Code.UNKNOWN
+    """Why, for programs, as far as the job tells it."""
+    fix: str = ""
+    """What to do, as far as the job tells it."""
+
+
+BY_JOB = {
+    **dict.fromkeys(("TIMEOUT", "DEADLINE"), Code.TIME_LIMIT),
+    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL"), Code.NODE),
+    "OUT_OF_MEMORY": Code.OUT_OF_MEMORY,
+    "CANCELLED": Code.CANCELLED,
+    "PREEMPTED": Code.KILLED,
+}
+"""What the end of a job says of a run that could not say how it ended."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +135,12 @@ def of_run(
         attempts: of run.json, oldest first.
         progress: what its events come to.
         life: who holds the run folder; None if nobody does.
-        job: its living or newest job; None without Slurm, or if Slurm knows none.
+        job: its living or newest job, perhaps UNKNOWN or REFUSED; None without one.
         now: Unix seconds.
         has_events: whether its ranks write events; plain commands do not.
     """
+    unclear = job if job is not None and job.state in (UNKNOWN, REFUSED) else None
+    job = None if unclear else job
     newest = attempts[-1] if attempts else None
     left = outcome(attempts, progress.newest(RunStarted), progress.newest(RunFinished))
     verdict = newest.verdict if newest else None
@@ -131,7 +149,8 @@ def of_run(
     if left.word is Word.FINISHED and (has_ended or not (life and life.lives)):
         return State(left.word, reason or left, is_over=True)
     if job is not None and job.state in WAITING:
-        return State(Word.PENDING, _join(f"job {job.id}: {job.reason or job.state.lower()}", reason))
+        waits = f"job {job.id} waits" + (f" ({job.reason})" if job.reason else "")
+        return State(Word.PENDING, _join(waits, reason), code=Code.PENDING, fix=_advice(job))
     if newest is not None and has_ended:
         return _ended(left.word, verdict, newest, job)
     if (life and life.lives) or (job is not None and job.state in ALIVE):
@@ -141,8 +160,24 @@ def of_run(
         its_job = job if newest is None or newest.job_id else None
         return _silent(left.word, life, its_job, progress, newest is not None, now)
     if job is not None:
-        return State(Word.UNKNOWN, f"job {job.id} {job.state} and left nothing", is_over=True)
-    return State(Word.NOT_STARTED)
+        return _by_job(job, "before it left anything")
+    if unclear is None:
+        return State(Word.NOT_STARTED, code=Code.NOT_STARTED)
+    if unclear.state == REFUSED:
+        return State(Word.NOT_STARTED, unclear.reason, is_over=True, code=Code.NOT_STARTED)
+    return State(Word.UNKNOWN, f"job {unclear.id}: {unclear.reason}")
+
+
+def _by_job(job: QueueEntry, when: str = "") -> State:
+    """A run that has said nothing of its end, by what Slurm says of its job."""
+    why = f"job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
+    word = Word.CANCELLED if job.state == "CANCELLED" else Word.UNKNOWN if job.state == "COMPLETED" else Word.FAILED
+    code = BY_JOB.get(job.state, Code.UNKNOWN)
+    return State(word, f"{why}, {when}" if when else why, is_over=True, code=code, fix=_advice(job))
+
+
+def _advice(job: QueueEntry) -> str:
+    return ADVICE.get(job.reason.split(",")[0].strip("()"), "")
 
 
 def _ended(word: Word, verdict: Verdict | None, newest: Attempt, job: QueueEntry | None) -> State:
@@ -164,7 +199,7 @@ def _silent(
     if word is not Word.UNKNOWN:
         return State(word, "its ranks ended in order", is_over=True)
     if job is not None and job.state != "COMPLETED":
-        return State(Word.FAILED, f"job {job.id} {job.state}" + (f", {job.reason}" if job.reason else ""), is_over=True)
+        return _by_job(job)
     if life is not None:
         gone = "is gone" if life.sure else f"has given no sign of life for {STALE_S:.0f} s"
         return State(Word.UNKNOWN, f"{life.name} {gone}, and nobody has said how it ended", is_over=life.sure)

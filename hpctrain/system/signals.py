@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A stop signal came while this process worked on something that nobody will need."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal_name(number))
 
 
 class StopSignals:
@@ -15,6 +24,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._previous: dict[int, Any] = {}
+        self._interrupts = False
 
     def install(self) -> None:
         """From the main thread only. A signal that is being ignored (nohup) stays ignored."""
@@ -33,8 +43,22 @@ class StopSignals:
         """Number of the first signal, 0 if none came."""
         return self.received[0] if self.received else 0
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A signal, also one that came before, ends the body by ``Interrupted``; in the main thread."""
+        try:
+            self._interrupts = True
+            if self.received:
+                raise Interrupted(self.first)
+            yield
+        finally:
+            self._interrupts = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
+        if self._interrupts:
+            self._interrupts = False  # once: what cleans up is not interrupted
+            raise Interrupted(number)
 
 
 class InterruptibleStopSignals(StopSignals):

@@ -30,6 +30,7 @@ STATE_COLOURS = {
     Word.RUNNING: "bold green",
     Word.FINISHED: "bold green",
     Word.FAILED: "bold red",
+    Word.CANCELLED: "bold red",
     Word.UNKNOWN: "bold magenta",
 }
 

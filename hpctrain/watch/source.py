@@ -83,7 +83,6 @@ class Queue:
     def refresh(self) -> None:
         """Asks. If there is no Slurm, or it does not answer, nothing is known."""
         try:
-            jobs = status.jobs_of(self.run)
-            self.entry = status.newest(jobs, status.known([jobs]))
+            self.entry = status.ask([self.run]).job_of(self.run)
         except (HpctrainError, OSError, ValueError, TypeError):
             self.entry = None

@@ -54,3 +54,31 @@ def test_horovods_thread_gives_way_to_computing_and_no_other_does(tmp_path: Path
         "print('kept' if kept else 'changed', max(after.values()) > max(before.values()))\n"
     )
     assert mpirun(2, program, env=HERE).stdout.splitlines() == ["kept True"] * 2
+
+
+@pytest.mark.world_size(2)
+def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
+    program = tmp_path / "two.py"
+    program.write_text(
+        "import torch\n"
+        "from hpctrain.comm.world import connect\n"
+        "from hpctrain.reduce.layout import plan\n"
+        "from hpctrain.reduce.torch_horovod import open_horovod_allreduce\n"
+        "group = connect().data\n"
+        "def opened():\n"
+        "    layout = plan([8], None, 2)\n"
+        "    made = open_horovod_allreduce(group, layout, torch.float32, torch.device('cpu'), half=False)\n"
+        "    made.flat.fill_(group.rank + 1)\n"
+        "    return made\n"
+        "one, two = opened(), opened()\n"
+        "for made in (one, two):\n"  # both under way: their tensors need names of their own
+        "    made.start(0, made.flat.numel())\n"
+        "for made in (one, two):\n"
+        "    made.finish()\n"
+        "one.close()\n"
+        "two.start(0, 8)\n"
+        "two.finish()\n"
+        "two.close()\n"
+        "print(one.flat[0].item(), two.flat[0].item(), two.horovod.is_initialized())\n"
+    )
+    assert mpirun(2, program, env=HERE).stdout.splitlines() == ["3.0 6.0 False"] * 2

@@ -17,7 +17,7 @@ def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], l
     job = run.submit()
     assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
     assert sorted(line for line in run.log().splitlines() if line.endswith(" 1")) == ["n1 1", "n1 1", "n2 1", "n2 1"]
-    assert run.status()["state"] == "COMPLETED"
+    assert run.status()["state"] == "finished"
 
 
 COUNTING = """\

@@ -53,7 +53,7 @@ def test_an_example_works_by_itself(new_run: Callable[..., Run], digits: Path) -
     done = run.cluster.run("sbatch", "--parsable", *shape, script, run.file, cwd=run.file.parent)
     job = done.stdout.strip()
     run.wait(job, "COMPLETED", "FAILED", timeout=60)
-    assert (run.status()["state"], run.status()["job"]) == ("COMPLETED", job), run.log()
+    assert (run.status()["state"], run.status()["job"]) == ("finished", job), run.log()
     started = run.events("run_started")[0]
     assert (started["ranks"], started["hosts"]) == (4, ["n1", "n2"])
 
@@ -66,7 +66,7 @@ def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run: 
     done = run.hpctrain("submit", run.file, "--array", sweep, "--at-once", 1, "--wait", "--json", timeout=90)
     job = json.loads(done.stdout.splitlines()[0])["jobs"][0]
     status = json.loads(run.hpctrain("status", run.folder, "--json").stdout)
-    assert [(each["job"], each["state"]) for each in status] == [(f"{job}_0", "COMPLETED"), (f"{job}_1", "COMPLETED")]
+    assert [(each["job"], each["state"]) for each in status] == [(f"{job}_0", "finished"), (f"{job}_1", "finished")]
     for element, seed in enumerate(("one $(id)", "two")):
         logs = "".join(path.read_text() for path in (run.folder / str(element)).glob("logs/*"))
         assert f"seed {seed}\n" in logs + "".join(path.read_text() for path in run.folder.glob(f"logs/*_{element}.out"))

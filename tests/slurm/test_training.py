@@ -14,7 +14,7 @@ from tests.slurm.run import STEPS, Run
 def assert_trained_on_two_nodes(run: Run) -> None:
     """All steps on 4 ranks of 2 hosts; status says so."""
     status = run.status()
-    assert (status["state"], status["progress"]["step"]) == ("COMPLETED", STEPS), run.log()
+    assert (status["state"], status["progress"]["step"]) == ("finished", STEPS), run.log()
     started = run.events("run_started")[0]
     assert (started["ranks"], started["hosts"]) == (4, ["n1", "n2"])
 
@@ -33,7 +33,7 @@ def test_digits_on_two_nodes_with_mpirun(train: Callable[..., Run], undisturbed:
     # The same run, when the queue has forgotten its job:
     (run.folder / "jobs.jsonl").write_text('{"job": "999999", "time": 0, "cwd": "/", "chain": 0}\n')
     status = run.status()
-    assert status["state"] == "UNKNOWN"
+    assert (status["state"], status["job_state"]) == ("finished", "UNKNOWN")
     assert status["progress"]["ended"].startswith("done after step")
 
 
@@ -76,7 +76,7 @@ def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
     run.wait_for(lambda: run.events("train"))
     run.hpctrain("cancel", run.folder)
     run.wait(job, "CANCELLED", timeout=30)
-    assert run.status()["state"] == "CANCELLED"
+    assert run.status()["job_state"] == "CANCELLED"
     assert run.verdicts() == ["stop"], "nobody starts it again"
     run.wait_for(lambda: not run.cluster.processes(run.marker), timeout=20)
 

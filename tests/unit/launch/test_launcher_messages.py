@@ -26,6 +26,18 @@ thus causing the job to be terminated. The first process to do so was:
    Process name: [prterun-vm-12458@1,1]
    Exit code:    7
 """
+OPEN_MPI_5_NODE = """--------------------------------------------------------------------------
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-n1-12458@0,0] on node n1
+  Remote daemon: [prterun-n1-12458@0,1] on node n2
+
+This is usually due to either a failure of the TCP network
+connection to the node, or possibly an internal failure of
+the daemon itself. We cannot recover from this failure, and
+therefore will terminate the job.
+--------------------------------------------------------------------------
+"""
 OPEN_MPI_EARLY = """prterun has exited due to process rank 1 with PID 12478 on node vm exiting
 improperly. There are three reasons this could occur:
 """
@@ -92,6 +104,7 @@ def test_a_lost_node_is_told_from_a_dead_rank():
     assert lost_node(slurm) == ""
     assert lost_node(slurm + "srun: error: Node failure on n2\n") == "n2"
     assert lost_node("PRTE has lost communication with a remote daemon.") == ""
+    assert lost_node(OPEN_MPI_5_NODE) == "n2"
     assert lost_node(OPEN_MPI_5 + HYDRA) is None
     assert lost_node("lost connection to the tracking server; a node failure?") is None  # a rank's own words
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.rank.plain_command import ending, rank
+from hpctrain.rank.plain_command import ending, rank, watch
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop
+from hpctrain.system.signals import StopSignals
 
 WORD = LastWord(1, "n1", 1, 1.0, 0.0)
 
@@ -123,3 +124,17 @@ def test_the_program_dies_with_its_rank(tmp_path: Path) -> None:
     while Path(f"/proc/{child}/status").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < deadline, "the program outlived its rank"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("received", "code"), [([], -signal.SIGTERM), ([signal.SIGTERM], 0)])
+def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
+    tmp_path: Path, received: list[int], code: int
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    request_stop(run, StopRequest("somebody"))
+    signals = StopSignals()
+    signals.received.extend(received)  # schedulers send it to all processes of a rank
+    child = subprocess.Popen(["sleep", "1"])
+    assert watch(child, run, 1, 1, signals)
+    assert child.returncode == code

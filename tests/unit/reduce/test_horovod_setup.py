@@ -50,6 +50,8 @@ def test_missing_horovod_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_ranks_than_mpi_sees_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in horovod_setup.SETTINGS:
         monkeypatch.setenv(name, "1")
-    alone = SimpleNamespace(init=lambda: None, rank=lambda: 0, size=lambda: 3, shutdown=lambda: None)
+    alone = SimpleNamespace(
+        init=lambda: None, is_initialized=lambda: False, rank=lambda: 0, size=lambda: 3, shutdown=lambda: None
+    )
     with pytest.raises(UserError, match="rank 0 of 3 where MPI sees rank 0 of 1"):
         horovod_setup.start(alone, Group("data"), on_gpu=False)

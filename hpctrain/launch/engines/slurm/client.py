@@ -23,6 +23,8 @@ SOON_S = 10
 
 COMMENT_CHARACTERS = 500
 """Of a verdict in a job's comment, which is one line."""
+ANSWER_S = 5
+"""For questions of people who look on: what the run folder knows is shown without Slurm's answer, too."""
 
 SEPARATOR = "|"
 QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
@@ -119,13 +121,13 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     return str(numbers[-1])
 
 
-def queue(ids: Sequence[str]) -> list[QueueEntry]:
-    """What the queue knows of these jobs; those it has forgotten are missing."""
+def queue(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
+    """What the queue knows of these jobs; those it has forgotten are missing. An array's number gives its elements."""
     if not ids:
         return []
     words = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}"]
     try:
-        text = run([*words, f"--format={SEPARATOR.join(QUEUE_FIELDS)}"])
+        text = run([*words, f"--format={SEPARATOR.join(QUEUE_FIELDS)}"], timeout_s)
     except NoSuchJob:
         return []
     return [parse_queue(line) for line in text.splitlines() if line.count(SEPARATOR) >= len(QUEUE_FIELDS) - 1]
@@ -139,13 +141,20 @@ def parse_queue(line: str) -> QueueEntry:
     return QueueEntry(name, state, "" if reason == "None" else reason, elapsed, left, limit, nodes, start)
 
 
-def accounted(ids: Sequence[str]) -> list[QueueEntry]:
+def own_scripts() -> dict[str, str]:
+    """Number and script, with its arguments, of each job of this user that the queue knows, ended ones included."""
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.geteuid()}", "--format=%i|%o"]
+    found = (line.strip().partition(SEPARATOR) for line in run(words, ANSWER_S).splitlines())
+    return {job: command for job, separator, command in found if separator}
+
+
+def accounted(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
     """What accounting remembers of these jobs; nothing where the site has none."""
     if not ids or shutil.which("sacct") is None:
         return []
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(ids)}"]
     try:
-        text = run([*words, f"--format={','.join(ACCOUNT_FIELDS)}"])
+        text = run([*words, f"--format={','.join(ACCOUNT_FIELDS)}"], timeout_s)
     except RunFailed:
         return []
     entries = []

@@ -1,23 +1,22 @@
-"""Where a run stands: what Slurm says of its jobs, and what the run folder knows. Neither is guessed from the other."""
+"""Where runs stand: the one place that asks Slurm of their jobs and joins its answer with what their folders know."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
-from hpctrain.launch.engines.slurm.submission import submissions
+from hpctrain.launch.engines.slurm.submission import SCRIPT, refusal, submissions
 from hpctrain.run import Attempt, RunSnapshot, RunView
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import ALIVE, QueueEntry
+from hpctrain.run.job import ALIVE, REFUSED, UNKNOWN, QueueEntry
+from hpctrain.run.which import elements_of
 from hpctrain.system import foreign_text
-
-UNKNOWN = "UNKNOWN"
-"""Neither the queue nor accounting knows the job any more: it may have ended in any way."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,14 @@ class RunStatus:
     """One run: an array has one for each element."""
 
     run: str
-    job: str | None
     state: str
-    """Slurm's word, UNKNOWN for a purged job, or 'not submitted'."""
+    """How the run stands, as ``hpctrain watch`` has it: pending, running, finished ..."""
+    why: str
+    job: str | None
+    job_state: str | None
+    """Slurm's word; UNKNOWN for a job of which it has not told, or that it has forgotten."""
     reason: str
+    """Slurm's, for which the job waits or ended."""
     nodes: str
     elapsed: str
     time_left: str
@@ -65,36 +68,78 @@ class RunStatus:
         return asdict(self)
 
 
-def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """The status of run folders, with one question to Slurm; where it does not answer, what the folders know."""
+@dataclass(frozen=True)
+class Answer:
+    """What Slurm says of jobs."""
+
+    entries: Mapping[str, QueueEntry]
+    """By job; those that it has forgotten are missing."""
+    silence: str = ""
+    """Why it has not told; empty if it has."""
+
+    def job_of(self, run: RunDir) -> QueueEntry | None:
+        """The job that a run stands by: the living one, else the newest that Slurm knows.
+
+        One of which Slurm has not told is UNKNOWN; where nothing could be submitted it is REFUSED. None if nobody has
+        submitted anything.
+        """
+        jobs = jobs_of(run)
+        if not jobs:
+            refused = refusal(run)
+            return _entry("", REFUSED, refused) if refused else None
+        found = [self.entries[job] for job in jobs if job in self.entries]
+        if found:
+            return next((entry for entry in found if entry.state in ALIVE), found[-1])
+        array = jobs[-1].partition("_")[0]
+        others = any(job.startswith(f"{array}_") for job in self.entries)
+        if others and "_" in jobs[-1] and not run.has_begun:
+            # Slurm keeps no record of an element that is cancelled while it waits.
+            return _entry(jobs[-1], "CANCELLED", "taken out of the queue")
+        return _entry(jobs[-1], UNKNOWN, self.silence or "Slurm has forgotten it")
+
+
+def _entry(job: str, state: str, reason: str) -> QueueEntry:
+    return QueueEntry(job, state, reason, "", "", "", "", "")
+
+
+def ask(runs: Sequence[RunDir]) -> Answer:
+    """One question to Slurm about the jobs of all these runs, and one to accounting about those that it has forgotten.
+
+    Takes seconds where the controller is down, and never fails.
+    """
+    jobs = [jobs_of(run) for run in runs]
+    arrays = dict.fromkeys(job.partition("_")[0] for each in jobs for job in each)  # one word for thousands of elements
     try:
-        entries = known([jobs_of(run) for run in runs])
+        found = {entry.id: entry for entry in client.queue(list(arrays), client.ANSWER_S)}
     except HpctrainError as error:
-        return [of_folder(run, error.what) for run in runs]
-    return [of_run(run, entries) for run in runs]
+        return Answer({}, error.what)
+    forgotten = [each[-1] for each in jobs if each and not any(job in found for job in each)]
+    return Answer(found | {entry.id: entry for entry in client.accounted(forgotten, client.ANSWER_S)})
 
 
-def of_run(run: RunDir, entries: Mapping[str, QueueEntry]) -> RunStatus:
-    """The status of one run folder, from its newest job."""
-    jobs = jobs_of(run)
-    entry = newest(jobs, entries)
+def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
+    """The status of run folders; where Slurm does not answer, what the folders know."""
+    answer = ask(runs)
+    return [of_run(run, answer) for run in runs]
+
+
+def of_run(run: RunDir, answer: Answer) -> RunStatus:
+    """The status of one run folder."""
+    entry, now, found = answer.job_of(run), time.time(), RunView(run.path).snapshot()
+    state = found.state(now, entry)
+    job = entry or _entry("", "", "")
     return RunStatus(
         run=str(run.path),
-        job=jobs[-1] if jobs and entry is None else entry.id if entry else None,
-        state=entry.state if entry else UNKNOWN if jobs else "not submitted",
-        reason=entry.reason if entry else "the queue has forgotten the job" if jobs else "",
-        nodes=entry.nodes if entry else "",
-        elapsed=entry.elapsed if entry else "",
-        time_left=entry.left if entry else "",
-        progress=progress_of(run),
+        state=state.word.value,
+        why=state.why,
+        job=job.id or None,
+        job_state=job.state or None,
+        reason=job.reason,
+        nodes=job.nodes,
+        elapsed=job.elapsed,
+        time_left=job.left,
+        progress=progress(found, now),
     )
-
-
-def of_folder(run: RunDir, why: str) -> RunStatus:
-    """The status of one run folder where Slurm cannot be asked."""
-    jobs = jobs_of(run)
-    state, job = (UNKNOWN, jobs[-1]) if jobs else ("not submitted", None)
-    return RunStatus(str(run.path), job, state, why if jobs else "", "", "", "", progress_of(run))
 
 
 def jobs_of(run: RunDir) -> list[str]:
@@ -102,22 +147,18 @@ def jobs_of(run: RunDir) -> list[str]:
     return [each.job for each in submissions(run)]
 
 
-def known(runs: Sequence[Sequence[str]]) -> dict[str, QueueEntry]:
-    """What Slurm knows of the jobs of each run: the queue, and accounting of what the queue has forgotten."""
-    found = {entry.id: entry for entry in client.queue([job for jobs in runs for job in jobs])}
-    forgotten = [jobs[-1] for jobs in runs if jobs and not any(job in found for job in jobs)]
-    return found | {entry.id: entry for entry in client.accounted(forgotten)}
-
-
-def newest(jobs: Sequence[str], entries: Mapping[str, QueueEntry]) -> QueueEntry | None:
-    """Of a run's jobs the one that is alive, else the last one that Slurm knows."""
-    found = [entries[job] for job in jobs if job in entries]
-    return next((entry for entry in found if entry.state in ALIVE), found[-1] if found else None)
-
-
-def progress_of(run: RunDir) -> Progress:
-    """What the run folder knows now."""
-    return progress(RunView(run.path).snapshot(), time.time())
+def own_runs(here: Path) -> list[RunDir]:
+    """The user's runs: those below ``here``/runs, and those whose jobs Slurm knows, wherever they lie."""
+    folders = sorted((here / "runs").glob("*/"))
+    found = {folder: RunDir(folder) for folder in folders if RunDir(folder).run_yaml.is_file()}
+    try:
+        scripts = client.own_scripts()
+    except HpctrainError:
+        scripts = {}
+    for folder in (Path(command).parent for command in scripts.values() if Path(command).name == SCRIPT):
+        if RunDir(folder).run_yaml.is_file():
+            found.setdefault(folder, RunDir(folder))
+    return [run for array in found.values() for run in elements_of(array) or [array]]
 
 
 def progress(found: RunSnapshot, now: float) -> Progress:
@@ -154,25 +195,19 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
     for status in statuses:
         made = status.progress
         text.append(f"{status.run}")
-        job = f"job {status.job} {status.state}" if status.job else status.state
-        text.append(
-            "  "
-            + _join(
-                [job, status.reason, status.nodes, _pair(status.elapsed, "elapsed"), _pair(status.time_left, "left")]
-            )
-        )
-        done = (
-            f"step {made.step}" + (f" of {made.steps}" if made.steps else "")
-            if made.step is not None
-            else "no step yet"
-        )
+        text.append("  " + status.state + (f": {status.why}" if status.why else ""))
+        if status.job:
+            # How the job of a run that has told its end ended by itself is of no use to people.
+            job = f"job {status.job}" + ("" if made.ended else f" {status.job_state}")
+            times = [_pair(status.elapsed, "elapsed"), _pair(status.time_left, "left") if not made.ended else ""]
+            untold = status.reason if status.job_state == UNKNOWN and status.reason not in status.why else ""
+            text.append("  " + _join([job, untold if not made.ended else "", status.nodes, *times]))
         rate = f"{made.samples_per_s:.4g} samples/s" if made.samples_per_s else ""
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not made.ended else ""
         saved = f"checkpoint at {made.checkpoint}" if made.checkpoint is not None else ""
-        text.append(
-            "  " + _join([f"attempt {made.attempt}" if made.attempt else "no attempt yet", done, rate, ahead, saved])
-        )
-        if made.ended:
+        begun = f"attempt {made.attempt}" if made.attempt else "no attempt yet"
+        text.append("  " + _join([begun, _step(made), rate, ahead, saved]))
+        if made.ended and made.ended not in status.why:
             text.append(f"  last attempt: {made.ended}")
         if made.failing_saves:
             text.append(f"  NOT SAVED: {made.failing_saves}")
@@ -183,6 +218,21 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         if made.left_out:
             text.append(f"  events: {made.left_out}")
     return [indent(each) for each in text]
+
+
+def table(statuses: Sequence[RunStatus]) -> list[str]:
+    """A line for each run."""
+    rows = [
+        (status.state, status.job or "-", _step(status.progress), foreign_text.line(status.run)) for status in statuses
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
+
+
+def _step(made: Progress) -> str:
+    if made.step is None:
+        return "no step yet"
+    return f"step {made.step}" + (f" of {made.steps}" if made.steps else "")
 
 
 def indent(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -31,6 +32,8 @@ from hpctrain.system.output import say
 
 SCRIPT, LOGS = "job.sbatch", "logs"
 """In the run folder: the script that a job is submitted with, and the folder of its log."""
+REFUSAL = "refused.txt"
+"""In the run folder: why Slurm did not take its last job."""
 JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 """A job, or an element of an array."""
 
@@ -151,9 +154,12 @@ def submit(
             ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *always, *after]))
         except RunFailed as error:
             if not ids:
+                if not isinstance(error, client.Unanswered):
+                    _note_refusal(planned.run, error.what)
                 raise
             what = f"{error.what}; before that job {', '.join(ids)} was submitted"
             raise RunFailed(what, f"{error.fix}; hpctrain cancel takes back what was submitted") from error
+        (planned.run.path / REFUSAL).unlink(missing_ok=True)
         note(planned.run, Submitted(ids[-1], time.time(), cwd, place))
         for index, config in enumerate(planned.elements):
             note(RunDir.for_config(config), Submitted(f"{ids[-1]}_{index}", time.time(), cwd))
@@ -166,6 +172,20 @@ def note(run: RunDir, submitted: Submitted) -> None:
         record(run, submitted)
     except RunFailed as error:
         say(f"{error.what}\n  fix: {error.fix}; scancel {submitted.job} ends the job")
+
+
+def _note_refusal(run: RunDir, what: str) -> None:
+    """For ``status`` and ``explain``; the person who submits is told anyway."""
+    with contextlib.suppress(RunFailed):
+        write_atomically(run.path / REFUSAL, f"{what}\n".encode(), run.path)
+
+
+def refusal(run: RunDir) -> str:
+    """Why Slurm did not take the run's last job, in Slurm's own words; empty if it did, or was never asked."""
+    try:
+        return safe_read.read(run.path / REFUSAL).decode(errors="replace").strip()
+    except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
+        return ""
 
 
 def record(run: RunDir, submitted: Submitted) -> None:
@@ -237,10 +257,11 @@ def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     folders = [run.path]
     if run.path.name.isdigit() and job.endswith(f"_{run.path.name}"):  # the script of an array lies above its elements
         folders.append(run.path.parent)
-    script, log = Path(origin.command), Path(origin.output)
+    script = Path(origin.command)
     if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
         return True
-    if log.parent.name == LOGS and any(_same(log.parent.parent, folder) for folder in folders):
+    log = Path(origin.output)
+    if log.parent.name == LOGS and any(_shown_as(folder, log.parent.parent) for folder in folders):
         return True
     words = origin.command.split(" ")  # paths may hold blanks
     files = [Path(origin.folder, " ".join(words[begin:])) for begin in range(1, len(words))]
@@ -256,11 +277,41 @@ def _run_folder(run_file: Path, cwd: str) -> Path | None:
     return Path(cwd, Path(config.run_dir or Path("runs") / config.name).expanduser())
 
 
+def _shown_as(folder: Path, shown: Path) -> bool:
+    """Whether scontrol shows a folder in this way: it fills numbers of jobs even into names with a percent sign."""
+    filled = re.sub(r"%[AaJjs]", lambda found: rf"(?:{found[0]}|%\d+)", re.escape(str(folder)))
+    return _same(shown, folder) or ("%" in str(folder) and re.fullmatch(filled, str(shown)) is not None)
+
+
 def _same(one: Path | None, other: Path) -> bool:
     try:
         return one is not None and (one == other or one.samefile(other))
     except OSError:
         return False
+
+
+def check_after(jobs: Sequence[str]) -> None:
+    """Slurm itself begins a job at once whose dependency it does not know: it takes it for one that ended well.
+
+    Raises:
+        UserError: a job that Slurm does not know, or that has not ended well.
+        RunFailed: Slurm does not tell.
+    """
+    if wrong := [job for job in jobs if not JOB.fullmatch(job)]:
+        raise UserError(
+            f"--after {wrong[0]} is no job", "give numbers of jobs, as hpctrain submit --parsable prints them"
+        )
+    asked = client.queue(jobs)
+    found = {job: [each for each in asked if job in (each.id, each.id.partition("_")[0])] for job in jobs}
+    told = client.accounted([job for job in jobs if not found[job]])
+    for job in jobs:
+        states = [each.state for each in found[job] or told if job in (each.id, each.id.partition("_")[0])]
+        if not states:
+            fix = "correct the number; if that job has ended well long ago, leave --after out"
+            raise UserError(f"--after {job}: Slurm knows no such job, and would begin at once", fix)
+        if bad := [state for state in states if state not in (*ALIVE, "COMPLETED")]:
+            fix = "resume that run first, and name its new job"
+            raise UserError(f"--after {job}: that job is {bad[0]}, so this one would never begin", fix)
 
 
 def goes_on(run: RunDir) -> bool:
@@ -290,7 +341,7 @@ def sweep(words: Sequence[str]) -> list[list[str]]:
     axes, elements = [], []
     for word in words:
         key, equals, values = word.partition("=")
-        if equals and not Path(word).exists():
+        if equals and not os.path.exists(word):  # False also for a list that is too long for a file's name
             axes.append([[f"--{key.lstrip('-')}={value}"] for value in values.split(",")])
             continue
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Progress
 from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.verdict import Action, Verdict
 
 
 def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -33,6 +36,60 @@ def found(*events: dict[str, Any], attempts: Sequence[dict[str, Any]] = (), **fi
     for each in decode("\n".join(map(json.dumps, events)).encode()):
         made.add(each)
     return RunSnapshot(Path("run"), "id", {}, tuple(map(Attempt.from_json, attempts)), made, **fields)
+
+
+def shown(made: status.Progress, state: str, job: str | None = None, job_state: str | None = None) -> list[str]:
+    return status.lines([status.RunStatus("r", state, "", job, job_state, "", "n1" if job else "", "", "", made)])
+
+
+SQUEUE = """#!/bin/sh
+[ -n "$SECONDS_TO_ANSWER" ] && exec sleep "$SECONDS_TO_ANSWER"
+for word in "$@"; do case "$word" in --jobs=*) ids=${{word#--jobs=}};; esac; done
+echo "$ids" >> {folder}/asked
+grep -E "^[0-9]+\\|($(echo "$ids" | sed "s/_[0-9]*//g" | tr , "|"))\\|" {folder}/queue && exit 0
+echo "slurm_load_jobs error: Invalid job id specified" >&2
+exit 1
+"""
+RECORDED = """\
+2|2|1|PENDING|0:00|UNLIMITED|UNLIMITED||N/A|JobArrayTaskLimit
+2|2|5|PENDING|0:00|UNLIMITED|UNLIMITED||N/A|JobArrayTaskLimit
+3|2|0|RUNNING|0:14|364-23:59:46|365-00:00:00|n2|2026-11-22T04:02:29|None
+1|1|N/A|COMPLETED|0:00|365-00:00:00|365-00:00:00|n1|2026-11-22T04:02:29|None
+9|9|N/A|PENDING|0:00|UNLIMITED|UNLIMITED||N/A|DependencyNeverSatisfied
+10|10|N/A|CANCELLED|0:00|UNLIMITED|UNLIMITED||2026-11-22T04:02:43|DependencyNeverSatisfied
+11|11|N/A|PENDING|0:00|UNLIMITED|UNLIMITED||N/A|PartitionNodeLimit
+12|12|N/A|TIMEOUT|1:00|0:00|1:00|n1|2026-11-22T04:02:29|TimeLimit
+13|13|N/A|FAILED|0:01|0:59|1:00|n1|2026-11-22T04:02:29|NonZeroExitCode
+"""
+"""What squeue of Slurm 22.05 said; elements 2, 3 and 4 of the array had been cancelled while they waited."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of a squeue that knows what was recorded, and nothing else of Slurm."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    (folder / "queue").write_text(RECORDED)
+    (folder / "squeue").write_text(SQUEUE.format(folder=folder))
+    (folder / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SECONDS_TO_ANSWER", "")
+    if shutil.which("sacct"):
+        monkeypatch.setattr(client, "accounted", lambda ids, timeout_s=0.0: [])
+    return folder
+
+
+def submitted(folder: Path, job: str) -> RunDir:
+    run = RunDir(folder)
+    run.create()
+    run.run_yaml.write_text(f"name: {folder.name}\nlaunch: {{command: [sh]}}\nrun_dir: {folder}\n")
+    submission.record(run, submission.Submitted(job, 0.0, "/"))
+    return run
+
+
+def conclude(run: RunDir, action: Action, reason: str) -> None:
+    code = ExitCode.DONE if action is Action.DONE else ExitCode.FAILURE
+    Attempts(run).end(Attempts(run).begin(), Verdict(action, code, reason), [])
 
 
 TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, seconds={"forward": 1.0, "backward": 4.0})
@@ -49,30 +106,209 @@ def test_progress_from_events() -> None:
 def test_an_empty_folder_is_no_error() -> None:
     made = status.progress(found(), 0.0)
     assert (made.attempt, made.step, made.left_s) == (None, None, None)
-    assert status.lines([status.RunStatus("r", None, "not submitted", "", "", "", "", made)])[1] == "  not submitted"
+    assert shown(made, "not started") == ["r", "  not started", "  no attempt yet · no step yet"]
 
 
 def test_the_end_is_in_the_verdicts_words() -> None:
     verdict = {"action": "requeue", "exit_code": 70, "reason": "rank 3 on n2 was killed"}
     made = status.progress(found(TRAIN, attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), 0.0)
     assert made.ended == "rank 3 on n2 was killed"
-    text = "\n".join(status.lines([status.RunStatus("r", "7", "FAILED", "", "n1", "", "", made)]))
+    text = "\n".join(shown(made, "failed", "7", "FAILED"))
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
 
 
 def test_that_nothing_is_saved_is_shown() -> None:
     made = status.progress(found(event("checkpoint_failed", 9, failures=4, error="disk full")), 0.0)
-    text = "\n".join(status.lines([status.RunStatus("r", "7", "RUNNING", "", "n1", "", "", made)]))
+    text = "\n".join(shown(made, "running", "7", "RUNNING"))
     assert "NOT SAVED: 4 checkpoints in a row failed, the last at step 9; there is none: disk full" in text
 
 
-def test_a_forgotten_job_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDir(tmp_path)
-    submission.record(run, submission.Submitted("12", 0.0, "/"))
-    monkeypatch.setattr(client, "queue", lambda ids: [])
-    monkeypatch.setattr(client, "accounted", lambda ids: [])
+def test_a_forgotten_job_is_unknown(tmp_path: Path, slurm: Path) -> None:
+    [made] = status.of_runs([submitted(tmp_path / "r", "999")])
+    assert (made.state, made.job, made.job_state) == ("unknown", "999", "UNKNOWN") and "forgotten" in made.why
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "why"),
+    [
+        ("9", "pending", "job 9 waits (DependencyNeverSatisfied)"),
+        ("10", "cancelled", "job 10 is CANCELLED (DependencyNeverSatisfied), before it left anything"),
+        ("11", "pending", "job 11 waits (PartitionNodeLimit)"),
+        ("12", "failed", "job 12 is TIMEOUT (TimeLimit), before it left anything"),
+        ("2_0", "running", "starting"),
+        ("2_3", "cancelled", "job 2_3 is CANCELLED (taken out of the queue), before it left anything"),
+    ],
+)
+def test_what_slurm_says_of_runs_that_have_said_nothing(
+    tmp_path: Path, slurm: Path, job: str, state: str, why: str
+) -> None:
+    [made] = status.of_runs([submitted(tmp_path / "r", job)])
+    assert (made.state, made.why) == (state, why if state != "running" else made.why)
+
+
+@pytest.mark.parametrize("job", ["12", "10", "2_3", "999"])
+def test_how_a_run_has_ended_is_not_what_became_of_its_job(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], job: str
+) -> None:
+    run = submitted(tmp_path / "r", job)
+    conclude(run, Action.DONE, "done after step 9")
+    assert main(["status", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "  finished: done after step 9" in said
+    assert not any(word in said for word in ("TIMEOUT", "CANCELLED", "UNKNOWN"))
+
+
+def test_an_element_of_an_array_that_ran_is_not_called_cancelled(tmp_path: Path, slurm: Path) -> None:
+    run = submitted(tmp_path / "3", "2_3")
+    Attempts(run).begin()
     [made] = status.of_runs([run])
-    assert (made.state, made.job) == ("UNKNOWN", "12")
+    assert made.job_state == "UNKNOWN", "elements that ended long ago are forgotten, too"
+
+
+def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = submitted(tmp_path / "r", "12")
+    Attempts(run).begin()
+    monkeypatch.setenv("SECONDS_TO_ANSWER", "60")
+    assert client.ANSWER_S <= 5
+    monkeypatch.setattr(client, "ANSWER_S", 0.3)
+    begin = time.monotonic()
+    assert main(["status", str(run.path)]) == 0
+    assert time.monotonic() - begin < 20
+    said = capsys.readouterr().out
+    assert "job 12 UNKNOWN" in said and "attempt 1" in said
+
+
+def test_all_runs_are_listed(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    conclude(submitted(tmp_path / "runs" / "one", "12"), Action.DONE, "done after step 9")
+    for index in (0, 3):
+        submitted(tmp_path / "runs" / "many" / str(index), f"2_{index}")
+    (tmp_path / "runs" / "many" / "run.yaml").write_text("name: many\n")
+    elsewhere = submitted(tmp_path / "a|b é%j", "9")
+    monkeypatch.setattr(client, "own_scripts", lambda: {"9": f"{elsewhere.path}/job.sbatch", "8": "/x/other.sh"})
+    assert main(["status"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["running", "2_0"], ["cancelled", "2_3"], ["finished", "12"], ["pending", "9"],
+    ]  # fmt: skip
+    assert main(["status", "--json"]) == 0
+    assert [each["state"] for each in json.loads(capsys.readouterr().out)][-1] == "pending"
+
+
+def test_own_scripts_are_squeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "squeue").write_text("#!/bin/sh\nprintf '2_1|/w/a|b/job.sbatch\\n6|(null)\\n'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert client.own_scripts() == {"2_1": "/w/a|b/job.sbatch", "6": "(null)"}
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["explain", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "said"),
+    [
+        ("9", "pending", "The run has not begun. Job 9 waits (DependencyNeverSatisfied). A job that it waits for did"),
+        ("10", "cancelled", "The run's job was cancelled. Job 10 is CANCELLED (DependencyNeverSatisfied)"),
+        ("11", "pending", "lower launch.nodes"),
+        ("2_0", "running", "The run goes on"),
+        ("12", "time_limit", "Job 12 is TIMEOUT"),
+        ("999", "unknown", "Job 999: Slurm has forgotten it"),
+    ],
+)
+def test_runs_that_left_nothing_are_explained_by_their_jobs(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], job: str, cause: str, said: str
+) -> None:
+    run = submitted(tmp_path / "r", job)
+    assert said in explained(capsys, str(run.path))
+    assert json.loads(explained(capsys, "--json", str(run.path)))["cause"] == cause
+
+
+def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(6):
+        submitted(tmp_path / "many" / str(index), f"2_{index}")
+    said = explained(capsys, str(tmp_path / "many"))
+    assert "2, 3, 4: The run's job was cancelled" not in said, "each has a number of its own"
+    assert "0: The run goes on" in said and "3: The run's job was cancelled" in said
+    assert len(json.loads(explained(capsys, "--json", str(tmp_path / "many")))) == 6
+    for index in range(6):
+        conclude(RunDir(tmp_path / "many" / str(index)), Action.DONE, "done")
+    assert explained(capsys, str(tmp_path / "many")).startswith("0, 1, 2, 3, 4, 5: The run completed.")
+
+
+def test_a_refused_job_is_explained(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
+    refuses = (
+        "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2\nexit 1\n"
+    )
+    (slurm / "sbatch").write_text(refuses)
+    (slurm / "sbatch").chmod(0o755)
+    assert main(["submit", "r.yaml"]) == ExitCode.FAILURE
+    said = explained(capsys, "r.yaml")
+    assert "The run was not started. Sbatch refused: " in said and "Invalid partition name specified" in said
+    assert main(["status", "r.yaml"]) == 0
+    assert "not started: sbatch refused: " in capsys.readouterr().out
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 9\n")
+    assert main(["submit", "r.yaml"]) == 0
+    assert "Job 9 waits" in explained(capsys, "r.yaml")
+
+
+def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = submitted(tmp_path / "r", "11")
+    conclude(run, Action.REQUEUE, "rank 3 on n2 was killed")
+    said = explained(capsys, str(run.path))
+    assert "rank 3 on n2 was killed" in said and "It is to go on: job 11 waits (PartitionNodeLimit)" in said
+
+
+@pytest.mark.parametrize(
+    ("job", "what"),
+    [("999999", "Slurm knows no such job"), ("13", "that job is FAILED"), ("10", "CANCELLED"), ("-x", "is no job")],
+)
+def test_a_job_that_waits_in_vain_or_not_at_all_is_not_submitted(
+    tmp_path: Path,
+    slurm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    what: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("name: r\nlaunch: {command: [sh]}\n")
+    (slurm / "sbatch").write_text(f"#!/bin/sh\necho yes > {slurm}/submitted\necho 77\n")
+    (slurm / "sbatch").chmod(0o755)
+    assert main(["submit", f"--after={job}", "r.yaml"]) == ExitCode.USER_ERROR
+    assert what in capsys.readouterr().err and not (slurm / "submitted").exists()
+    for good in ("1", "2", "2_0", "9"):
+        submission.check_after([good])
+
+
+def test_a_finished_run_is_not_resumed(tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = submitted(tmp_path / "r", "12")
+    conclude(run, Action.DONE, "done after step 9")
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 77\n")
+    (slurm / "sbatch").chmod(0o755)
+    assert main(["resume", str(run.path)]) == ExitCode.USER_ERROR
+    assert "has finished: done after step 9" in capsys.readouterr().err
+    assert status.jobs_of(run) == ["12"]
+    assert main(["resume", str(run.path), "--train.epochs", "7"]) == 0
+    assert status.jobs_of(run) == ["12", "77"]
+
+
+def test_a_long_list_of_values_is_no_file() -> None:
+    seeds = ",".join(map(str, range(150)))
+    assert len(submission.sweep([f"seed={seeds}"])) == 150
 
 
 def test_without_slurm_the_folder_speaks(
@@ -92,30 +328,17 @@ def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path: Path) -> None:
         slurm_end.request_stop(RunDir(tmp_path / "missing"))
 
 
-def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def answer(ids: list[str]) -> list[QueueEntry]:
-        asked.append(list(ids))
-        return [QueueEntry(job, "RUNNING", "", "", "", "", "", "") for job in ids if job != "5_2"]
-
-    monkeypatch.setattr(client, "queue", answer)
-    monkeypatch.setattr(client, "accounted", lambda ids: asked.append(list(ids)) or [])
-    for index in range(3):
-        (tmp_path / str(index)).mkdir()
-        submission.record(RunDir(tmp_path / str(index)), submission.Submitted(f"5_{index}", 0.0, "/"))
-    found = status.of_runs([RunDir(tmp_path / str(index)) for index in range(3)])
-    assert [each.state for each in found] == ["RUNNING", "RUNNING", "UNKNOWN"]
-    assert asked == [["5_0", "5_1", "5_2"], ["5_2"]]
+def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, slurm: Path) -> None:
+    found = status.of_runs([submitted(tmp_path / str(index), f"2_{index}") for index in (0, 1, 3)])
+    assert [each.state for each in found] == ["running", "pending", "cancelled"]
+    assert (slurm / "asked").read_text().splitlines() == ["2"], "one word for thousands of elements"
 
 
-def test_the_living_job_is_shown_before_the_newest() -> None:
-    entries = [
-        client.parse_queue(f"{job}|{job}|N/A|{state}|1|2|3|n1|now|None")
-        for job, state in (("1", "RUNNING"), ("2", "CANCELLED"))
-    ]
-    found = status.newest(["1", "2"], {entry.id: entry for entry in entries})
-    assert found is not None and found.id == "1"
+def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, slurm: Path) -> None:
+    run = submitted(tmp_path, "9")
+    submission.record(run, submission.Submitted("10", 0.0, "/"))
+    found = status.ask([run]).job_of(run)
+    assert found is not None and found.id == "9"
 
 
 def test_lines_of_squeue() -> None:
