@@ -1,7 +1,8 @@
 """Slurm: job scripts as pure text, the commands around them, and what a job does before its ranks start.
 
 ``submission`` brings a run file into the queue, ``supervise`` runs inside the job, and ``status`` says where a run
-stands. ``client`` alone runs Slurm's commands; ``directives`` is what a job asks for, as data.
+stands. ``client`` alone runs Slurm's commands; ``directives`` is what a job asks for, as data;
+``leave_out`` are the nodes that it does not want.
 """
 
 from pathlib import Path
