@@ -41,6 +41,8 @@ from hpctrain.reduce import mpi_allreduce, shm_allreduce
 def noting(owner, name):
     call = getattr(owner, name)
     def noted(*args, **keys):
+        if getattr(args[0], "size", 2) == 1:  # a group of one rank waits for nobody
+            return call(*args, **keys)
         with open(os.path.join(os.environ["NOTES"], str(os.getpid())), "a") as notes:
             print(owner.__name__, name, file=notes)
         return call(*args, **keys)
