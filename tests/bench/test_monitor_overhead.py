@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.session import start
 from hpctrain.train.clock import IntervalClock, Phase
 
@@ -75,3 +76,16 @@ def test_the_monitor_costs_less_than_one_per_cent_of_20_ms_steps(tmp_path: Path)
     medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
     print(f"overhead {np.median(ratios):+.3%}, upper 95% bound {np.percentile(medians, 95):+.3%}")
     assert np.percentile(medians, 95) < 0.01
+
+
+def test_the_clock_of_a_step_costs_less_than_ten_microseconds() -> None:
+    clock = RingClock()
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(2000):
+            for phase in Phase:
+                clock.mark(phase)
+            clock.end_step(1.0)
+        best = min(best, (time.perf_counter() - begin) / 2000)
+    assert best < 10e-6

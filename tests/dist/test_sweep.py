@@ -63,4 +63,5 @@ def test_every_class_with_weights_has_a_case(framework: str) -> None:
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_statistics_of_each_ranks_part_do_matter(framework: str) -> None:
     found = swept(framework)["found"]
-    assert all(found[name]["difference"] > 1e-4 for name in OWN_STATISTICS & found.keys())
+    own = [found[name] for name in OWN_STATISTICS & found.keys()]
+    assert own and all(each["difference"] > 5 * each["accuracy"] for each in own), "far more than rounding"

@@ -227,4 +227,4 @@ class Update:
         self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
         for average, variable in zip(self.averages, self.variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))
-        return self.optimizer.iterations.value >= 0
+        return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # of one that accumulates it is no variable

@@ -70,7 +70,7 @@ def test_time_that_does_not_compute_is_told_beyond_its_threshold(phases: dict[st
 
 def test_both_are_told_the_first_as_the_title() -> None:
     answer = explain(history(attempts=RUNNING, phases={"forward": 40.0, "data": 25.0, "exchange": 35.0}))
-    assert answer.title == "The run goes on; 25% of the time waits for data"
+    assert answer.title == "The run is under way; 25% of the time waits for data"
     assert answer.findings == ("35% of the time waits for the exchange of gradients",)
     assert "data.workers" in answer.advice
 
@@ -118,7 +118,7 @@ def test_checkpoints_that_could_not_be_written(failures: int, saved_at: float | 
     answer = explain(history(*saved, failed, attempts=RUNNING, phases=COMPUTING, counts=counts))
     assert answer.cause is Code.CHECKPOINT_FAILED
     several = "1 checkpoint" if failures == 1 else f"{failures} checkpoints"
-    assert answer.title == f"The run goes on; {several} could not be written, the last at step 9: disk full"
+    assert answer.title == f"The run is under way; {several} could not be written, the last at step 9: disk full"
     assert answer.evidence == (() if evidence is None else (evidence,))
 
 
@@ -130,7 +130,7 @@ def test_checkpoints_that_could_not_be_written(failures: int, saved_at: float | 
         (
             [StopRequested(step=5, attempt=1, by="STOP"), CheckpointSaved(step=4, attempt=1)],
             "STOP was seen at step 5",
-            "the newest checkpoint is of step 4",
+            "the newest checkpoint is from step 4",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_run_that_came_to_its_end(attempts: int, reason: str, title: str, evid
 
 def test_an_end_of_which_only_the_verdict_tells() -> None:
     answer = explain(history(attempts=[ended(Action.DONE)]))
-    assert (answer.cause, answer.evidence) == (Code.COMPLETED, ("it reached step the last in 1 attempt",))
+    assert (answer.cause, answer.evidence) == (Code.COMPLETED, ("its command ended well in 1 attempt",))
 
 
 def test_what_is_missing_is_named_if_nobody_knows() -> None:

@@ -68,7 +68,7 @@ def test_an_array_is_its_elements_in_their_order(array: Path) -> None:
     assert str(array / "0") in caught.value.fix
 
 
-@pytest.mark.parametrize("command", ["report", "explain", "compare", "watch"])
+@pytest.mark.parametrize("command", ["report", "compare", "watch"])
 def test_commands_for_one_run_refuse_an_array(array: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(array)]) == 64
     assert "is an array of runs" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_gpus_that_do_not_divide_are_refused() -> None:
 def test_every_field_is_used_or_known_to_be_for_other_parts() -> None:
     others = {
         "profile", "gpu_request", "cpu_bind", "mpi", "srun_options", "mpirun_options", "wrap", "scratch",
-        "max_requeues", "signal_s", "skip", "replace", "time_min", "gpu_type",
+        "max_requeues", "signal_s", "skip", "replace", "time_min", "gpu_type", "bad_nodes",
     }  # fmt: skip
     values = {
         "account": "v1", "partition": "v2", "qos": "v3", "constraint": "v4", "reservation": "v5", "licenses": "v6",
