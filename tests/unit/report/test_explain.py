@@ -107,7 +107,7 @@ def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
     ("failures", "saved_at", "evidence"),
     [
         (3, None, "the last 3 attempts to save failed, and there is none: what was trained since is not saved"),
-        (1, 5.0, "none has been saved since, and the newest one is of step 7: what was trained since is not saved"),
+        (1, 5.0, "none has been saved since, and the newest one is from step 7: what was trained since is not saved"),
         (1, 20.0, None),
     ],
 )
