@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.report.plots import heat_maps
-from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 
@@ -49,7 +49,7 @@ def test_two_culprits_of_eight(mpirun: Callable[..., Any], tmp_path: Path) -> No
     events, _ = run(mpirun, 8, tmp_path, steps=260, slow=slow)
     assert set(confirmed(events)) >= {("rank", 2, "data"), ("rank", 5, "backward")}
     assert {event["rank"] for event in events if event["kind"] == "rank"} == {2, 5}
-    (heat,) = heat_maps(RunDir(tmp_path)).values()
+    (heat,) = heat_maps(RunView(tmp_path).heat_map()).values()
     assert heat.shape[0] == 8 and np.nanmax(heat[[2, 5]]) > 10, "percent"
     live = json.loads((tmp_path / "monitor" / "live.json").read_text())
     assert len(live["ranks"]) == 8 and len(live["verdicts"]) >= 2
