@@ -160,7 +160,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     from hpctrain.checkpoint.format import Reader
     from hpctrain.comm.world import alone
     from hpctrain.frameworks.seeding import seed_task
-    from hpctrain.rank.wiring import examples_of, make_weights, open_training_data
+    from hpctrain.rank.problem import examples_of, make_weights, open_training_data
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
 

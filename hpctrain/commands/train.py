@@ -111,6 +111,7 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
 
     from hpctrain.checkpoint import CheckpointStore, load_weights
     from hpctrain.rank import wiring
+    from hpctrain.rank.problem import make_problem
     from hpctrain.run.folder import RunDir
     from hpctrain.train.clock import IntervalClock
 
@@ -119,7 +120,7 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         # No gradients are exchanged here, so no reducer has to be there.
         config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
     with session.phase("make the task"):
-        problem = wiring.make_problem(config, session.world)
+        problem = make_problem(config, session.world)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
         store = CheckpointStore(RunDir.for_config(config).checkpoints, group=session.world.everyone)

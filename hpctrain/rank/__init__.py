@@ -1,8 +1,8 @@
 """Inside one rank: it joins the others, builds its objects from the run file, trains, and leaves its last word.
 
-``session`` is a rank from start to end, ``wiring`` the one place that knows which class implements what, ``fit`` the
-training itself, ``trial`` a task tried out by the doctor. The names below are for other rooms; each is imported when it
-is first used.
+``session`` is a rank from start to end, ``problem`` what the user's task gives, ``wiring`` the one place that knows
+which class implements what, ``fit`` the training itself, ``trial`` a task tried out by the doctor. The names below are
+for other rooms; each is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpctrain.rank.predictions import write_predictions
+    from hpctrain.rank.problem import Problem, make_problem, make_weights
     from hpctrain.rank.session import Outcome, Session, run_rank
-    from hpctrain.rank.wiring import Problem, make_framework, make_problem, make_weights
+    from hpctrain.rank.wiring import make_framework
 
 _MODULES = {
     "Outcome": "session",
-    "Problem": "wiring",
+    "Problem": "problem",
     "Session": "session",
     "make_framework": "wiring",
-    "make_problem": "wiring",
-    "make_weights": "wiring",
+    "make_problem": "problem",
+    "make_weights": "problem",
     "run_rank": "session",
     "write_predictions": "predictions",
 }

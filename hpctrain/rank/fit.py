@@ -11,6 +11,7 @@ from hpctrain.config.sections import Config, ReduceConfig
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.rank.session import start as start_monitor
 from hpctrain.rank import wiring
+from hpctrain.rank.problem import first_batch, make_problem, require_same_data
 from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.run.attempts import Attempts
@@ -74,15 +75,15 @@ def train(
     """From the configuration to the end of the loop; collective."""
     run_dir = session.join_run(config)
     with session.phase("make the task"):
-        problem = wiring.make_problem(config, session.world)
-    wiring.require_same_data(problem, session.world)
+        problem = make_problem(config, session.world)
+    require_same_data(problem, session.world)
     with ExitStack() as stack:
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
         choice = reducer_choice(config.reduce, session.world, run_dir, session.warn)
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, choice)
         stack.enter_context(closing(framework))
         with session.phase("try the task on one batch"):
-            if batch := wiring.first_batch(problem, config, session.world):
+            if batch := first_batch(problem, config, session.world):
                 framework.dry_call(batch)
         data = stack.enter_context(closing(wiring.make_data(config, session.world, problem, framework)))
         attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)

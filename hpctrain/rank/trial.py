@@ -9,6 +9,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, UserError
 from hpctrain.rank import wiring
+from hpctrain.rank.problem import first_batch, make_problem
 from hpctrain.rank.session import message
 from hpctrain.train.clock import IntervalClock
 
@@ -25,9 +26,9 @@ def try_task(config: Config) -> None:
     config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
     world = alone()
     try:
-        problem = wiring.make_problem(config, world)
+        problem = make_problem(config, world)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
-            framework.dry_call(wiring.first_batch(problem, config, world, MOST_SAMPLES))
+            framework.dry_call(first_batch(problem, config, world, MOST_SAMPLES))
     except HpctrainError:
         raise
     except Exception as error:

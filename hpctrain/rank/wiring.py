@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
@@ -17,34 +12,24 @@ from hpctrain.data import (
     BatchSource,
     Dataset,
     Order,
-    Samples,
     Stream,
     StreamingData,
     StreamOrder,
     TrainingData,
     ValidationData,
-    open_dataset,
-    open_stream,
-    part_of,
 )
-from hpctrain.data.order import first_draw
-from hpctrain.data.samples import Collate, Recipe, make_batch
-from hpctrain.data.stream import is_stream
+from hpctrain.data.samples import Collate, Recipe
 from hpctrain.errors import UserError
-from hpctrain.frameworks.seeding import seed_task
-from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.rank.data_position import DataPosition
-from hpctrain.rank.staged import staged_args
+from hpctrain.rank.problem import Problem
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
-from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
-from hpctrain.tasks.loading import load_task
 from hpctrain.track.console import make_console
 from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.mlflow import MlflowSink
@@ -66,133 +51,6 @@ from hpctrain.train.verify import VerifyWeights
 if TYPE_CHECKING:
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.rank.session import Session
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a task is made of, on this rank. Making it needs no other rank, so that each can fail by itself."""
-
-    task: Task
-    train: Dataset | Stream
-    validation: Dataset | None
-    order: Order | StreamOrder
-    """Of the training samples, over all ranks."""
-
-    def fingerprint(self) -> str:
-        """Of the training data, and of the sampler if there is one."""
-        sampler = self.order.fingerprint()
-        return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
-
-
-def make_problem(config: Config, world: World) -> Problem:
-    """Calls the user's task function and opens its data.
-
-    Raises:
-        UserError: the task or its data cannot be loaded.
-    """
-    seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
-    runtime.set_environment(config.train.threads)
-    with runtime.without_chatter():
-        task = load_task(config.task, staged_args(config.task_args), world, seed)
-    data = config.data
-    batch = global_batch(config.train, world.data.size)
-    order: Order | StreamOrder
-    train = open_training_data(task, data.allow_outside)
-    if isinstance(train, Stream):
-        refuse_what_streams_cannot(config, task)
-        order = StreamOrder(batch, data.drop_last)
-    else:
-        order = Order(
-            length=len(train),
-            global_batch=batch,
-            seed=config.seed,
-            shuffle=data.shuffle,
-            block_samples=data.block_samples,
-            drop_last=data.drop_last,
-            sampler=task.sampler,
-        )
-    task = with_its_loss(task, tuple(examples_of(train).fields))
-    validation = None
-    if task.validation is not None:
-        if is_stream(task.validation):
-            raise UserError(
-                f"the validation data of task {config.task} is a stream",
-                "give data of known length: take its first samples into arrays, or write them to HDF5",
-            )
-        validation = open_dataset(task.validation, allow_outside=data.allow_outside, ragged=task.collate is not None)
-    make_weights(task, lambda: examples_of(train), config.seed)
-    return Problem(task, train, validation, order)
-
-
-def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
-    """The task with a function in place of a loss that is a name, or one of its framework's own."""
-    if isinstance(task, TorchTask):
-        from hpctrain.frameworks.torch.losses import as_loss
-    else:
-        from hpctrain.frameworks.tensorflow.losses import as_loss
-    task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
-    return task
-
-
-def first_batch(problem: Problem, config: Config, world: World, most: int | None = None) -> Samples:
-    """This rank's first micro-batch, ``most`` samples of it at most; empty if it has no part in the first batch."""
-    recipe = Recipe(problem.task.transform, problem.task.collate, config.seed)
-    if not isinstance(problem.order, Order):
-        return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
-    ids = problem.order.batch_indices(0, 0)
-    mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
-    mine = mine[part_of(len(mine), 0, min(config.train.accumulate, max(len(mine), 1)))][:most]
-    return make_batch(examples_of(problem.train), recipe, first_draw(mine))
-
-
-def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:
-    """Whatever the task trains on."""
-    if is_stream(task.train):
-        return open_stream(task.train)
-    return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
-
-
-def examples_of(train: Dataset | Stream) -> Dataset:
-    """Samples such as those that are trained on: of a stream the first one."""
-    return train.example() if isinstance(train, Stream) else train
-
-
-def refuse_what_streams_cannot(config: Config, task: Task) -> None:
-    """Raises UserError for what needs the number of samples, or samples in any order."""
-    needs = {
-        "train.epochs": (config.train.epochs is not None, "give train.steps"),
-        "schedule.warmup_epochs": (bool(config.schedule.warmup_epochs), "give schedule.warmup_steps"),
-        "schedule.step_epochs": (bool(config.schedule.step_epochs), "choose another schedule.kind"),
-        "schedule.cycle_epochs": (bool(config.schedule.cycle_epochs), "choose another schedule.kind"),
-        "schedule.kind exponential": (config.schedule.kind == "exponential", "choose another"),
-        "data.workers": (config.data.workers > 0, "set data.workers to 0: one thread reads a stream"),
-        "the task's sampler": (task.sampler is not None, "leave the sampler out: a stream has one order"),
-    }
-    for key, (is_given, fix) in needs.items():
-        if is_given:
-            raise UserError(f"the training data of task {config.task} is a stream, for which {key} means nothing", fix)
-
-
-def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
-    """Makes the weights of a Keras model that waits for its first batch, by a dry call on one sample of its data."""
-    if isinstance(task, KerasTask):
-        from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
-
-        if lacks_weights(task.model):
-            recipe = Recipe(task.transform, task.collate, seed)
-            build_weights(task, make_batch(train(), recipe, first_draw(np.arange(1))))
-
-
-def require_same_data(problem: Problem, world: World) -> None:
-    """Raises UserError, on all ranks, if some of them read other training data than the rest. Collective."""
-    prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
-    others = [rank for rank, each in enumerate(prints) if each != prints[0]]
-    if others:
-        raise UserError(
-            f"ranks {', '.join(map(str, others[:8]))} read other training data than rank 0",
-            "look for old copies on node-local disks, and for task functions and samplers that draw data at random",
-        )
 
 
 def make_framework(

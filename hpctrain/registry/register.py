@@ -19,7 +19,8 @@ from hpctrain.config.loading import load
 from hpctrain.config.sections import Config
 from hpctrain.data import Samples
 from hpctrain.errors import MissingExtra, UserError
-from hpctrain.rank.wiring import Problem, examples_of, make_framework, make_problem
+from hpctrain.rank.problem import Problem, examples_of, make_problem
+from hpctrain.rank.wiring import make_framework
 from hpctrain.registry.card import fingerprint, model_card
 from hpctrain.run import RunView
 from hpctrain.run.events import RunStarted

@@ -24,6 +24,7 @@ from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
 from hpctrain.rank import wiring
+from hpctrain.rank.problem import make_problem
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import IntervalClock
@@ -99,7 +100,7 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     records.mkdir(exist_ok=True)
     (records / f"{world.rank}.pid").write_text(str(os.getpid()))
     clock = IntervalClock()
-    problem = wiring.make_problem(config, world)
+    problem = make_problem(config, world)
     framework = wiring.make_framework(config, world, problem.task, clock)
     recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options)
     recorder.watch(framework)

@@ -24,6 +24,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
+from hpctrain.rank.problem import make_problem
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
 
@@ -41,7 +42,7 @@ def trained(kind: str, folder: Path) -> tuple[Any, Framework, Config]:
         reduce=ReduceConfig(kind="none"),
     )
     clock, world = IntervalClock(), alone()
-    problem = wiring.make_problem(config, world)
+    problem = make_problem(config, world)
     framework = wiring.make_framework(config, world, problem.task, clock)
     trainer = wiring.make_trainer(config, world, problem, framework, clock, [])
     with closing(trainer.data):

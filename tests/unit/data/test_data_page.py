@@ -15,7 +15,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config, DataConfig, TrainConfig
 from hpctrain.data import Order, StreamingData, StreamOrder, open_stream
 from hpctrain.errors import UserError
-from hpctrain.rank.wiring import make_problem
+from hpctrain.rank.problem import make_problem
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)

@@ -29,7 +29,7 @@ from hpctrain.data.formats.hdf5_files import LinkedFiles
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError
-from hpctrain.rank.wiring import make_problem
+from hpctrain.rank.problem import make_problem
 
 pytestmark = pytest.mark.timeout(60, method="thread")  # the library does not let signals interrupt it
 

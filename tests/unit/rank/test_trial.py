@@ -16,6 +16,7 @@ from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.doctor.finding import Status
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
+from hpctrain.rank.problem import first_batch, make_problem
 from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
 from hpctrain.train.clock import IntervalClock
@@ -106,9 +107,9 @@ def test_a_keras_loss_that_depends_on_no_weight_is_found_when_it_is_traced() -> 
 
 def framework_of(config: Config) -> tuple[Any, Any]:
     """A framework around a task, and its first batch."""
-    problem = wiring.make_problem(config, alone())
+    problem = make_problem(config, alone())
     framework = wiring.make_framework(config, alone(), problem.task, IntervalClock())
-    return framework, wiring.first_batch(problem, config, alone())
+    return framework, first_batch(problem, config, alone())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_right_tasks_pass_and_stay_as_they_were(module: Any, which: str) -> None
 def test_names_and_objects_are_the_functions() -> None:
     losses = []
     for which in wrong_torch_tasks.RIGHT:
-        problem = wiring.make_problem(config_of(wrong_torch_tasks, which), alone())
+        problem = make_problem(config_of(wrong_torch_tasks, which), alone())
         outputs, target = torch.eye(3), torch.tensor([0, 2, 1])
         losses.append(float(problem.task.loss(outputs, {"x": outputs, "y": target})))
     assert len(set(losses)) == 1
@@ -151,11 +152,11 @@ def test_names_and_objects_are_the_functions() -> None:
 def test_the_first_batch_is_this_ranks_micro_batch() -> None:
     config = config_of(wrong_torch_tasks, "own")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2))
-    problem = wiring.make_problem(config, alone())
-    batch = wiring.first_batch(problem, config, alone())
+    problem = make_problem(config, alone())
+    batch = first_batch(problem, config, alone())
     assert len(batch["x"]) == 4
     assert np.array_equal(batch["y"], problem.task.train["y"][problem.order.batch_indices(0, 0)[:4]])
-    assert len(wiring.first_batch(problem, config, alone(), 3)["x"]) == 3
+    assert len(first_batch(problem, config, alone(), 3)["x"]) == 3
 
 
 def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrainConfig
 from hpctrain.data import Order, open_dataset
 from hpctrain.errors import UserError
-from hpctrain.rank.wiring import Problem, refuse_metrics_of_nothing
+from hpctrain.rank.problem import Problem
+from hpctrain.rank.wiring import refuse_metrics_of_nothing
 
 PLAIN = Config(name="a", task="m:f", train=TrainConfig(steps=3, global_batch=2))
 STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="loss"))
