@@ -49,11 +49,11 @@ class Prepared:
 
     launcher: Launcher
     python: str
-    """Interpreter of the ranks: node-local where the environment was staged."""
+    """Interpreter of the ranks: node-local if the environment was staged."""
     copies: Mapping[str, str]
     """Node-local copies by source, as the run file writes it."""
     hosts: Mapping[int, str]
-    """Hosts of ranks, where srun starts them and the preflight has seen them."""
+    """Hosts of ranks, if srun starts them and the preflight has seen them."""
 
 
 def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
@@ -93,7 +93,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
 
 
 def of_nodes(problems: Sequence[Problem], hosts: Mapping[int, str]) -> list[Problem]:
-    """Those of single nodes, which another node would not have; what all nodes have is nobody's own. Pure."""
+    """Those that only single nodes have; what all nodes have is left out. Pure."""
     own = [problem for problem in problems if problem.fatal and problem.host and not problem.launcher]
     return own if set(hosts.values()) - {problem.host for problem in own} else []
 
@@ -191,7 +191,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
     if launch.stage_environment is None and stages_by_default(config, job):
         try:
             return _stage(config, run, job, environment=True)
-        except HpctrainError as error:  # nobody has asked for it
+        except HpctrainError as error:  # no one asked for it
             say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
     return _stage(config, run, job, environment=bool(launch.stage_environment))
 
