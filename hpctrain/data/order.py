@@ -21,8 +21,8 @@ from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
 LARGE_SAMPLES = 2**24
-"""From this number of samples on, a full shuffle is computed position by position: it takes no memory, and nothing is drawn at
-the beginning of an epoch."""
+"""From this number of samples on, a full shuffle is computed position by position: no memory, no work at the beginning
+of an epoch."""
 GROUP_BLOCKS = 16
 """Blocks whose samples are shuffled together if shuffle is ``block``."""
 
