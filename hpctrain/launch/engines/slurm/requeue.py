@@ -11,7 +11,16 @@ from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import SCRIPT, Submitted, apart, note, submissions
+from hpctrain.launch.engines.slurm.submission import (
+    SCRIPT,
+    Submitted,
+    apart,
+    is_element,
+    note,
+    plan,
+    submissions,
+    write,
+)
 from hpctrain.launch.patience import patiently
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
@@ -45,7 +54,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     if requeues(Attempts(run).all(), submissions(run), job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
-    if option and (run.path / SCRIPT).exists():
+    if option and has_script(config, run, job):
         try:
             succeed(run, job, option)
             return False
@@ -54,12 +63,23 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     try:
         patiently(lambda: put_back(job), client.Unanswered)
     except client.Disabled as error:
-        if not (run.path / SCRIPT).exists():
+        if not has_script(config, run, job):
             raise RunFailed(f"the site does not requeue: {error.what}", BY_HAND) from error
         say(f"the site does not requeue ({error.what}): a new job continues the run")
         succeed(run, job)
         return False
     return True
+
+
+def has_script(config: Config, run: RunDir, job: Job) -> bool:
+    """Whether the run can be submitted again. An element of an array, whose script is that of all, gets one for it.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    if is_element(run, job.id) and not (run.path / SCRIPT).exists():
+        write(plan(config, run))
+    return (run.path / SCRIPT).exists()
 
 
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:

@@ -252,10 +252,15 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, others
 
 
+def is_element(run: RunDir, job: str) -> bool:
+    """Whether a job is the element of an array that trains in this folder."""
+    return run.path.name.isdigit() and job.endswith(f"_{run.path.name}")
+
+
 def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     """Whether a job was submitted for a run folder. Follows no link that lies in the folder."""
     folders = [run.path]
-    if run.path.name.isdigit() and job.endswith(f"_{run.path.name}"):  # the script of an array lies above its elements
+    if is_element(run, job):  # the script of an array lies above its elements
         folders.append(run.path.parent)
     script = Path(origin.command)
     if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
