@@ -117,7 +117,9 @@ def outcome(attempts: Sequence[Attempt], started: RunStarted | None, finished: R
     if not attempts:
         return Outcome.UNKNOWN
     if verdict := attempts[-1].verdict:
-        return {Action.DONE: Outcome.DONE, Action.STOP: Outcome.STOPPED}.get(verdict.action, Outcome.FAILED)
+        if verdict.is_failure:
+            return Outcome.FAILED
+        return Outcome.DONE if verdict.action is Action.DONE else Outcome.STOPPED
     return Outcome.RUNNING if attempts[-1].ended is None else Outcome.UNKNOWN
 
 
