@@ -125,7 +125,8 @@ def _read(asking: socket.socket) -> Order:
     text, streams, _, _ = socket.recv_fds(asking, 1 << 16, 3)
     while not text.endswith(b"\n"):
         text += asking.recv(1 << 16)
-    return Order(*json.loads(text), streams)
+    argv, folder, environment = json.loads(text)
+    return Order(argv, folder, environment, streams)
 
 
 def _reap() -> list[tuple[int, int]]:
