@@ -27,7 +27,7 @@ pytestmark = pytest.mark.world_size(4)
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
     """What a program prints as JSON."""
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240)
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
