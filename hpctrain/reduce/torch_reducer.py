@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -25,6 +25,13 @@ from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
 
 Number: TypeAlias = float | Tensor
 """A float, or a scalar tensor on any device."""
+
+
+class Parameters(Protocol):
+    """A module, or some parameters of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """In a fixed order."""
 
 
 class Reducer(Protocol):
@@ -135,7 +142,7 @@ class FlatReducer:
         self.sum.close()
 
 
-def make_reducer(candidate: Candidate, group: Group, model: Module, config: ReduceConfig) -> Reducer:
+def make_reducer(candidate: Candidate, group: Group, model: Parameters, config: ReduceConfig) -> Reducer:
     """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
 
     Raises:
@@ -167,11 +174,11 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
 class TorchReducers:
     """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
 
-    model: Module
+    model: Parameters
     config: ReduceConfig
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
 
         def has_horovod() -> bool:  # asked on all ranks or on none
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")

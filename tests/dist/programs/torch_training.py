@@ -114,9 +114,9 @@ def overflowing(world: World) -> dict[str, Any]:
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = 1e6
-    before, scale = framework.weights_hash(), framework.scale.factor
+    before, scale = framework.weights_hash(), framework.trained[""].rule.loss_scale.factor
     framework.step(cut(batch, world.rank, world.size), 30)
-    after = [framework.weights_hash() == before, framework.scale.factor / scale]
+    after = [framework.weights_hash() == before, framework.trained[""].rule.loss_scale.factor / scale]
     framework.close()
     return {"after": world.data.allgather(after, "compare")}
 
