@@ -41,7 +41,8 @@ def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], tr
 def try_metrics(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor]) -> None:
     """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
     outputs = forward(task, model, batch)
-    for name, metric in {"loss": task.loss, **{f"metrics[{key!r}]": one for key, one in task.metrics.items()}}.items():
+    metrics = {f"metrics[{key!r}]": one for key, one in task.mean_metrics.items()}
+    for name, metric in {"loss": task.loss, **metrics}.items():
         fix = (
             f"{name} gets (outputs, batch) in an evaluation: outputs {describe(outputs)}, and a dict of {shapes(batch)}"
         )
