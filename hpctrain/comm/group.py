@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,8 @@ QUICK_LOOKS = 200
 """At a meeting, before any at the clock: those would add a fifth to the time of a quick one."""
 LARGEST_BYTES = 1 << 30
 """Of one message: MPI counts are 32-bit before MPI 4."""
+
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class Group:
@@ -175,9 +177,32 @@ class Group:
             timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
-            everything = values.reshape(-1).view(np.uint8)
-            for begin in range(0, everything.size, LARGEST_BYTES):
-                self._wait(self.comm.Ibcast(everything[begin : begin + LARGEST_BYTES], root), what, timeout_s)
+            for piece in pieces_of(values):
+                self._wait(self.comm.Ibcast(piece, root), what, timeout_s)
+
+    def merge(
+        self, mine: Arrays, add: Callable[[Arrays, Arrays], Arrays], what: str, timeout_s: float = TIMEOUT_S
+    ) -> Arrays | None:
+        """What the ranks hold, merged by twos: neighbours first, then neighbouring pairs, so that order is kept.
+
+        Args:
+            mine: arrays of numbers by name; shapes may differ between ranks.
+            add: add(first, second) merges the arrays of ranks with those of the ranks behind them.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+
+        Returns:
+            Everything merged, on rank 0; None elsewhere.
+        """
+        distance = 1
+        while distance < self.size:
+            if self.rank % (2 * distance):
+                self._send(mine, self.rank - distance, what, timeout_s)
+                return None
+            if self.rank + distance < self.size:
+                mine = add(mine, self._receive(self.rank + distance, what, timeout_s))
+            distance *= 2
+        return mine
 
     def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
         """Starts an elementwise minimum over the ranks.
@@ -218,6 +243,28 @@ class Group:
             os.sched_yield()
         self._wait(request, what, timeout_s, sleeps=False)
 
+    def _send(self, arrays: Arrays, rank: int, what: str, timeout_s: float) -> None:
+        assert self.comm
+        rows = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        head = json.dumps({name: [array.shape, array.dtype.str] for name, array in rows.items()}).encode()
+        size = np.array([len(head)], dtype=np.int64)
+        messages: list[NDArray[Any]] = [size, np.frombuffer(head, np.uint8), *rows.values()]
+        for values in messages:
+            for piece in pieces_of(values):
+                self._wait(self.comm.Isend(piece, rank), what, timeout_s)
+
+    def _receive(self, rank: int, what: str, timeout_s: float) -> Arrays:
+        assert self.comm
+        begin = self.comm.Irecv
+
+        def fill(values: NDArray[Any]) -> NDArray[Any]:
+            for piece in pieces_of(values):
+                self._wait(begin(piece, rank), what, timeout_s)
+            return values
+
+        head = json.loads(fill(np.empty(fill(np.empty(1, np.int64))[0], np.uint8)).tobytes())
+        return {name: fill(np.empty(shape, np.dtype(kind))) for name, (shape, kind) in head.items()}
+
     def _wait(self, request: MPI.Request, what: str, timeout_s: float, sleeps: bool = True) -> None:
         """Polls; one that sleeps does so ever longer, so that waiting ranks leave the cores to those that work."""
         last, waited, pause = time.monotonic(), 0.0, 0.0
@@ -235,3 +282,10 @@ class Group:
             elif waited > 1e-4:
                 time.sleep(pause)
                 pause = min(pause + 1e-4, 0.01)
+
+
+def pieces_of(values: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a C-contiguous array, in messages that MPI can count."""
+    everything = values.reshape(-1).view(np.uint8)
+    for begin in range(0, everything.size, LARGEST_BYTES):
+        yield everything[begin : begin + LARGEST_BYTES]

@@ -73,6 +73,8 @@ class TrainConfig:
     """Evaluate every N epochs."""
     eval_every_steps: int | None = None
     """Evaluate every N steps, too."""
+    eval_batch_per_rank: int | None = None
+    """Samples of one validation batch on each rank; by default as many as in a training micro-batch."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
@@ -85,6 +87,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("epochs", "steps", "global_batch", "batch_per_rank", "accumulate", "eval_every_epochs"):
             at_least(f"train.{key}", getattr(self, key), 1)
+        at_least("train.eval_batch_per_rank", self.eval_batch_per_rank, 1)
         at_least("train.eval_every_steps", self.eval_every_steps, 1)
         at_least("train.threads", self.threads, 1)
         above("train.clip_norm", self.clip_norm, 0)

@@ -122,7 +122,8 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
         if isinstance(value, (type, str, types.FunctionType)) or value is None:
             kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
             raise UserError(f"{name} of the task is {kind}", f"give an object: {name}=..., with its arguments by name")
-    fields = {"loss": task.loss, "forward": task.forward, **{f"metrics[{k!r}]": v for k, v in task.metrics.items()}}
+    metrics = {f"metrics[{name!r}]": metric for name, metric in task.mean_metrics.items()}
+    fields = {"loss": task.loss, "forward": task.forward, **metrics}
     if with_step:
         fields = {name: value for name, value in fields.items() if name != "loss" or value is not None}
     elif several := [name for name in ("model", "optimizer") if isinstance(vars(task)[name], Mapping)]:
@@ -132,4 +133,7 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
         if isinstance(value, type) or not callable(value):
             kind = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
             arguments = "(model, batch)" if name == "forward" else "(outputs, batch)"
-            raise UserError(f"{name} of the task is {kind}", f"give a function{arguments} over {framework} tensors")
+            fix = f"give a function{arguments} over {framework} tensors"
+            if name.startswith("metrics"):
+                fix += f", or an object: {value.__name__}()" if isinstance(value, type) else ", or an hpctrain.Metric"
+            raise UserError(f"{name} of the task is {kind}", fix)

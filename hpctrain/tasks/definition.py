@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
+from hpctrain.tasks.meters import is_stateful
 from hpctrain.train.hooks import Hook
 
 Score = Any
@@ -50,9 +51,12 @@ class Task:
     """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, an hpctrain dataset, a torch
     Dataset, a tf.data.Dataset, or a function that returns one of these."""
     validation: Any = None
-    """Validation data, likewise."""
-    metrics: Mapping[str, Callable[[Any, Any], Score]] = field(default_factory=dict)
-    """Validation metrics by name, each metric(outputs, batch) returning what loss may return."""
+    """Validation data, likewise; or several sets by name: {"dev": ..., "hard": ...}. Metrics of the first set have
+    plain names (``loss``), those of others ``hard/loss``."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Validation metrics by name: a function metric(outputs, batch) returning what loss may return; a metric of
+    torchmetrics or Keras; or a Metric, such as ``hpctrain.AUC()``. All but functions get the output and the second of a
+    batch's two arrays, or what a ``Selected`` picks."""
     forward: Callable[[Any, Any], Any] = first_field
     """forward(model, batch) gives the outputs; by default the model applied to the batch's first array."""
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
@@ -70,6 +74,11 @@ class Task:
     n in all epochs. ``epoch`` is an ``hpctrain.Epoch``; WeightedSampler and others are ready-made."""
     hooks: Sequence[Hook] = ()
     """Attached to the training loop behind hpctrain's own; their state is part of checkpoints."""
+
+    @property
+    def mean_metrics(self) -> dict[str, Callable[[Any, Any], Score]]:
+        """Those of the metrics that are functions."""
+        return {name: metric for name, metric in self.metrics.items() if not is_stateful(metric)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "run": "errors system config",
     "data": "errors system",
     "reduce": "errors system config comm",
-    "train": "errors config comm data",
+    "train": "errors config comm run data",
     "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",

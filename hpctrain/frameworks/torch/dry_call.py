@@ -54,7 +54,7 @@ def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:
 def judges(task: Task) -> dict[str, Callable[[Any, Any], Any]]:
     """What an evaluation reports, by name. A task with a step of its own may have no loss."""
     loss = {} if task.loss is None else {"loss": task.loss}
-    return {**loss, **task.metrics}
+    return {**loss, **task.mean_metrics}
 
 
 def forward(task: Task, model: Any, batch: Mapping[str, Tensor]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from hpctrain.frameworks.torch.checks import require_own_statistics, require_tra
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.dry_call import judges, try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
+from hpctrain.frameworks.torch.metrics import to_host, torch_meters
 from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.own_step import OwnSteps, Setting, own_models
 from hpctrain.frameworks.torch.shares import ONLY, Share, shares_of, whole_model
@@ -45,7 +46,9 @@ from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, StepResult, Sums
+from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, StateTensor
@@ -101,6 +104,7 @@ class TorchFramework:
         self.reducers = ready.reducers
         self.reducer = ready.reducer
         self.memory_format = memory_format_of(train)
+        self.meters = torch_meters(ready.task, ready.device)
         self.names = ready.optimizer_state.names
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
@@ -229,13 +233,17 @@ class TorchFramework:
                 with self._for_evaluation():
                     given = self.task.model if isinstance(self.task.model, Mapping) else self.model
                     try_metrics(self.task, given, self._to_device(copied(batch)))
+                try_meters(self, copied(batch))
 
-    def evaluate(self, batch: HostBatch) -> Sums:
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         with self._for_evaluation():
             inputs = self._to_device(batch)
             with self._autocast():
                 outputs = self.task.forward(self.call, inputs)
                 scores = {name: judge(outputs, inputs) for name, judge in judges(self.task).items()}
+            seen = Seen(outputs, inputs, batch, to_host)
+            for meter in meters:
+                meter.update(seen)
             samples = samples_of(batch)
             return {name: _sum_and_weight(score, samples) for name, score in scores.items()}
 
