@@ -19,7 +19,7 @@ from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
-from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
+from hpctrain.frameworks.torch.checks import require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.dry_call import try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
@@ -33,6 +33,7 @@ from hpctrain.frameworks.torch.state import (
     random_tensors,
     state_of,
 )
+from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, joint_names, trial, wants_joint_statistics
 from hpctrain.frameworks.update import Decision, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -69,6 +70,8 @@ class ReadyTask:
     reducers: TorchReducers
     reducer: Reducer | None
     """None if it has to be measured."""
+    joint: SyncBatchNorm | None = None
+    """What joins the statistics of BatchNorm layers, if that is wanted on several ranks."""
 
 
 class TorchFramework:
@@ -94,6 +97,8 @@ class TorchFramework:
         self.optimizer_state = ready.optimizer_state
         self.reducers = ready.reducers
         self.reducer = ready.reducer
+        self.joint = ready.joint
+        self.joint_names = joint_names(self.model) if ready.joint else frozenset[str]()
         self.memory_format = memory_format_of(train)
         self.names = ready.optimizer_state.names
         self.other_names = other_names(self.model)
@@ -125,7 +130,8 @@ class TorchFramework:
         self._for_training()
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
-        loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
+        with self._joint_statistics(micro_batches):
+            loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
         decision = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
         if decision.factor is not None:
@@ -147,6 +153,8 @@ class TorchFramework:
         weight: Number = 0.0
         weighted = False
         for number, host in enumerate(micro_batches, start=1):
+            if self.joint:
+                self.joint.statistics.begin_micro_batch(number - 1)
             batch = self._to_device(host)
             clock.mark(Phase.TO_DEVICE)
             with self._autocast():
@@ -186,10 +194,15 @@ class TorchFramework:
 
         def rehearse(reducer: Reducer) -> None:
             copies = [copied(batch) for batch in micro_batches]
-            self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
+            with self._joint_statistics(copies):
+                self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
+
+    def _joint_statistics(self, micro_batches: Sequence[HostBatch]) -> contextlib.AbstractContextManager[None]:
+        """BatchNorm in an update: over the samples of all ranks, if that is wanted."""
+        return self.joint.update(len(micro_batches)) if self.joint else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -210,7 +223,7 @@ class TorchFramework:
             load_random(self.device, random)
 
     def dry_call(self, batch: HostBatch) -> None:
-        with self._unchanged(), self._autocast():
+        with self._unchanged(), self._autocast(), trial() if self.joint else contextlib.nullcontext():
             self._for_training()
             trains = any(parameter.requires_grad for parameter in self.model.parameters())
             try_loss(self.task, self.model, self._to_device(copied(batch)), trains)
@@ -238,7 +251,7 @@ class TorchFramework:
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
-            *model_tensors(self.model),
+            *model_tensors(self.model, self.joint_names),
             *optimizer,
             *self.holdings.tensors(known, self.updates),
             *self._average_tensors(),
@@ -248,7 +261,7 @@ class TorchFramework:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
-        load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
+        load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
@@ -287,12 +300,16 @@ class TorchFramework:
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def weights_hash(self) -> str:
-        return digest(list(self.model.parameters()))
+        joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
+        return digest([*self.model.parameters(), *joint])
 
     def close(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
+        if self.joint is not None:
+            self.joint.close()
+            self.joint = None
 
     def _average_tensors(self) -> list[TorchTensor]:
         return [
@@ -361,7 +378,7 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
-    require_own_statistics(model, world.data.size)
+    joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
     model.to(device, memory_format=memory_format_of(train))
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
@@ -371,7 +388,8 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     if device.type != "cpu":
         optimizer_state.to_device()
     reducers = TorchReducers(model, config.reduce)
-    ready = ReadyTask(task, device, holdings, optimizer_state, reducers, choice.known(reducers))
+    joint = SyncBatchNorm(model, world.data, clock) if joins else None
+    ready = ReadyTask(task, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
