@@ -167,6 +167,38 @@ class Group:
             self._wait(self.comm.Iallreduce(MPI.IN_PLACE, total), what, timeout_s)
         return total
 
+    def gather(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        """The arrays of all ranks. It does not sleep, but leaves its core to whoever can use it; see ``meet``.
+
+        Args:
+            values: numbers, C-contiguous, of the same shape and dtype on every rank.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+
+        Returns:
+            A new array with a leading axis of ranks, in their order.
+        """
+        everything = np.empty((self.size, *values.shape), values.dtype)
+        if self.comm:
+            self._wait(self.comm.Iallgather(values, everything), what, timeout_s, sleeps=False)
+        else:
+            everything[0] = values
+        return everything
+
+    def part(self, name: str, takes_part: bool) -> Group | None:
+        """The ranks that take part, in the same order, on a communicator of their own; None on the others. Collective.
+
+        Args:
+            name: of the new group, for people.
+            takes_part: whether this rank does.
+        """
+        if self.comm is None:
+            return Group(name) if takes_part else None
+        from mpi4py import MPI
+
+        comm = self.comm.Split(0 if takes_part else MPI.UNDEFINED, self.rank)
+        return Group(name, comm) if takes_part else None
+
     def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Overwrites an array with the root's, in place.
 

@@ -21,7 +21,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.loss_scale import NAME as SCALE
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
-from hpctrain.frameworks.torch.checks import require_own_statistics, require_trainable
+from hpctrain.frameworks.torch.checks import require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.dry_call import judges, try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
@@ -38,6 +38,7 @@ from hpctrain.frameworks.torch.state import (
     random_tensors,
     state_of,
 )
+from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, joint_names, trial, wants_joint_statistics
 from hpctrain.frameworks.torch.updates import Exchanges, ExchangesToChoose, Passes, Trained
 from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.exchange_slots import ExchangeResult
@@ -78,6 +79,8 @@ class ReadyTask:
     reducers: ExchangesToChoose
     reducer: Exchanges | None
     """None if it has to be measured."""
+    joint: SyncBatchNorm | None = None
+    """What joins the statistics of BatchNorm layers, if that is wanted on several ranks."""
 
 
 class TorchFramework:
@@ -103,6 +106,8 @@ class TorchFramework:
         self.optimizer_state = ready.optimizer_state
         self.reducers = ready.reducers
         self.reducer = ready.reducer
+        self.joint = ready.joint
+        self.joint_names = joint_names(self.model) if ready.joint else frozenset[str]()
         self.memory_format = memory_format_of(train)
         self.meters = torch_meters(ready.task, ready.device)
         self.names = ready.optimizer_state.names
@@ -149,7 +154,8 @@ class TorchFramework:
         self.updates += 1
         if self.own is not None:
             return self._own_step(self.own, micro_batches, global_samples)
-        loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
+        with self._joint_statistics(micro_batches):
+            loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
         try:
             decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals)
@@ -161,12 +167,25 @@ class TorchFramework:
     def _own_step(self, own: OwnSteps, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         """The task's own; its rank's part is one batch."""
         assert self.reducer is not None, "measured by now"
-        (host,) = micro_batches
-        batch = self._to_device(host)
-        self.clock.mark(Phase.TO_DEVICE)
-        result = own.run(batch, global_samples, self.reducer, self.clock, int(self.steps))
+        with self._joint_statistics(micro_batches):
+            result = self._run(own, micro_batches[0], global_samples, self.reducer, self.clock)
         self.steps += 1
         return result
+
+    def _run(
+        self,
+        own: OwnSteps,
+        host: HostBatch,
+        global_samples: int,
+        exchanges: Exchanges,
+        clock: StepClock,
+        applies: bool = True,
+    ) -> StepResult:
+        if self.joint:
+            self.joint.statistics.begin_micro_batch(0)
+        batch = self._to_device(host)
+        clock.mark(Phase.TO_DEVICE)
+        return own.run(batch, global_samples, exchanges, clock, int(self.steps), applies=applies)
 
     def _gradients(
         self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
@@ -175,6 +194,8 @@ class TorchFramework:
         reducer = exchanges.of[ONLY]
         passes = Passes(reducer, self.trained[ONLY].rule.scale, global_samples)
         for number, host in enumerate(micro_batches, start=1):
+            if self.joint:
+                self.joint.statistics.begin_micro_batch(number - 1)
             batch = self._to_device(host)
             clock.mark(Phase.TO_DEVICE)
             with self._autocast():
@@ -193,14 +214,18 @@ class TorchFramework:
 
         def rehearse(exchanges: Exchanges) -> None:
             copies = [copied(batch) for batch in micro_batches]  # a task may change its inputs in place
-            if self.own is not None:
-                batch = self._to_device(copies[0])
-                self.own.run(batch, global_samples, exchanges, _NoClock(), int(self.steps), applies=False)
-            else:
-                self._gradients(exchanges, copies, global_samples, _NoClock())
+            with self._joint_statistics(copies):
+                if self.own is not None:
+                    self._run(self.own, copies[0], global_samples, exchanges, _NoClock(), applies=False)
+                else:
+                    self._gradients(exchanges, copies, global_samples, _NoClock())
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
+
+    def _joint_statistics(self, micro_batches: Sequence[HostBatch]) -> contextlib.AbstractContextManager[None]:
+        """BatchNorm in an update: over the samples of all ranks, if that is wanted."""
+        return self.joint.update(len(micro_batches)) if self.joint else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -221,7 +246,7 @@ class TorchFramework:
             load_random(self.device, random)
 
     def dry_call(self, batch: HostBatch) -> None:
-        with self._unchanged(), self._autocast():
+        with self._unchanged(), self._autocast(), trial() if self.joint else contextlib.nullcontext():
             self._for_training()
             inputs = self._to_device(copied(batch))
             if self.own is not None:
@@ -258,7 +283,7 @@ class TorchFramework:
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
-            *model_tensors(self.model),
+            *model_tensors(self.model, self.joint_names),
             *optimizer,
             *self.holdings.tensors(known, self.updates),
             *self._average_tensors(),
@@ -269,7 +294,7 @@ class TorchFramework:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
-        load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
+        load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
@@ -309,7 +334,8 @@ class TorchFramework:
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def weights_hash(self) -> str:
-        return digest(list(self.model.parameters()))
+        joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
+        return digest([*self.model.parameters(), *joint])
 
     def close(self) -> None:
         if self.reducer is not None:
@@ -317,6 +343,9 @@ class TorchFramework:
             self.reducer = None
         if self.own is not None:
             self.own.guard.close()
+        if self.joint is not None:
+            self.joint.close()
+            self.joint = None
 
     def _trained(self, name: str, share: Share) -> Trained:
         """An optimizer with its part of the averages."""
@@ -405,7 +434,7 @@ def open_torch(
     holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward, "step": task.step}, model)
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
-    require_own_statistics(model, world.data.size)
+    joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
     shares = shares_of(task, model, parts)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
     tensors = state_of(model)
@@ -416,7 +445,8 @@ def open_torch(
     if device.type != "cpu":
         optimizer_state.to_device()
     reducers = ExchangesToChoose({name: TorchReducers(share, config.reduce) for name, share in shares.items()})
-    ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers))
+    joint = SyncBatchNorm(model, world.data, clock) if joins else None
+    ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
