@@ -18,12 +18,13 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
 from hpctrain.frameworks.loss_scale import LossScale
-from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
+from hpctrain.frameworks.named_state import load_tensors, named_outputs, plain_name, require_same_model
 from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.dry_call import try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
@@ -114,7 +115,8 @@ class TorchFramework:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(4 * parameter.numel() for parameter in self.parameters)
+        tables = {id(parameter) for parameter in self.reducers.sparse}
+        return sum(4 * parameter.numel() for parameter in self.parameters if id(parameter) not in tables)
 
     def set_learning_rate(self, factors: Factors) -> None:
         if factors != self.rate_factors and not isinstance(factors, OwnRates):
@@ -248,6 +250,7 @@ class TorchFramework:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        arrays = {plain_name(name): array for name, array in arrays.items()}  # 0.2 saved the names of compiled models
         load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
@@ -367,10 +370,12 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     require_same_model(world.data, described, "tensors")
     broadcast(world.data, list(tensors.values()), "receive the model")
-    optimizer_state = OptimizerState(parts, {id(parameter): name for name, parameter in model.named_parameters()})
+    optimizer_state = OptimizerState(
+        parts, {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    )
     if device.type != "cpu":
         optimizer_state.to_device()
-    reducers = TorchReducers(model, config.reduce)
+    reducers = TorchReducers(model, config.reduce, sparse_parameters(model, parts, config.reduce.sparse))
     ready = ReadyTask(task, device, holdings, optimizer_state, reducers, choice.known(reducers))
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)
