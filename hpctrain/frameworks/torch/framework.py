@@ -20,7 +20,7 @@ from hpctrain.data import Samples
 from hpctrain.errors import UserError
 from hpctrain.frameworks.loss_scale import NAME as SCALE
 from hpctrain.frameworks.loss_scale import LossScale
-from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
+from hpctrain.frameworks.named_state import load_tensors, named_outputs, plain_name, require_same_model
 from hpctrain.frameworks.torch.checks import require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.dry_call import judges, try_loss, try_metrics
@@ -29,6 +29,7 @@ from hpctrain.frameworks.torch.metrics import to_host, torch_meters
 from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.own_step import OwnSteps, Setting, own_models
 from hpctrain.frameworks.torch.shares import ONLY, Share, shares_of, whole_model
+from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
@@ -134,7 +135,8 @@ class TorchFramework:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(4 * parameter.numel() for parameter in self.parameters)
+        tables = {id(parameter) for reducers in self.reducers.of.values() for parameter in reducers.sparse}
+        return sum(4 * parameter.numel() for parameter in self.parameters if id(parameter) not in tables)
 
     def set_learning_rate(self, factors: Factors) -> None:
         if factors != self.rate_factors and not isinstance(factors, OwnRates):
@@ -294,6 +296,7 @@ class TorchFramework:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        arrays = {plain_name(name): array for name, array in arrays.items()}  # 0.2 saved the names of compiled models
         load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
@@ -441,10 +444,15 @@ def open_torch(
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     require_same_model(world.data, described, "tensors")
     broadcast(world.data, list(tensors.values()), "receive the model")
-    optimizer_state = OptimizerState(parts, {id(parameter): name for name, parameter in model.named_parameters()})
+    optimizer_state = OptimizerState(
+        parts, {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    )
     if device.type != "cpu":
         optimizer_state.to_device()
-    reducers = ExchangesToChoose({name: TorchReducers(share, config.reduce) for name, share in shares.items()})
+    sparse = sparse_parameters(model, parts, config.reduce.sparse)
+    reducers = ExchangesToChoose(
+        {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
+    )
     joint = SyncBatchNorm(model, world.data, clock) if joins else None
     ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
     framework = TorchFramework(ready, world, config, clock, choice)

@@ -26,6 +26,11 @@ class Share:
         """As a module gives them."""
         return iter(self.pairs)
 
+    def those_of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Which of some parameters are of the share."""
+        own = {id(parameter) for _, parameter in self.pairs}
+        return [parameter for parameter in parameters if id(parameter) in own]
+
 
 def whole_model(task: TorchTask) -> torch.nn.Module:
     """All models of a task as one, in which a name is the first part of its parameters' names. Raises UserError."""
