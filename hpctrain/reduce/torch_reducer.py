@@ -72,11 +72,14 @@ class NoReducer:
     name = "none"
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Parameter]], tables: SparseGradients, sparse: Sparse = "auto"
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        tables: SparseGradients | None = None,
+        sparse: Sparse = "auto",
     ) -> None:
         self.named = parameters
         self.parameters = [parameter for _, parameter in parameters]
-        self.tables = tables
+        self.tables = tables or SparseGradients(())
         self.sparse = sparse
         self.last_backward = True
 
