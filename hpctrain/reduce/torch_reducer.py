@@ -113,7 +113,7 @@ class FlatReducer:
     """Gradients in one flat buffer that is summed over the ranks, and those of tables beside it."""
 
     def __init__(
-        self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce, tables: SparseGradients
+        self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce, tables: SparseGradients | None = None
     ) -> None:
         self.name = name
         self.flat_gradients = flat_gradients
@@ -122,7 +122,7 @@ class FlatReducer:
         self.values = sum_.flat[:boundary]
         self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
-        self.tables = tables
+        self.tables = tables or SparseGradients(())
         flat_gradients.attach()
 
     @property
