@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.data.samplers import CurriculumSampler, LengthGroupedSampler, WeightedSampler
     from hpctrain.data.stream import open_stream
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
+    from hpctrain.frameworks.torch.own_step import StepContext
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
@@ -89,6 +90,7 @@ _HOMES = {
     "RunView": "hpctrain.run.view:RunView",
     "Saver": "hpctrain.checkpoint:Saver",
     "Sink": "hpctrain.track.sink:Sink",
+    "StepContext": "hpctrain.frameworks.torch.own_step:StepContext",
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
     "TorchReducer": "hpctrain.reduce.torch_reducer:Reducer",
@@ -148,6 +150,7 @@ __all__ = [
     "RunView",
     "Saver",
     "Sink",
+    "StepContext",
     "StepResult",
     "StopReason",
     "TorchReducer",

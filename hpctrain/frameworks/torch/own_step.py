@@ -30,6 +30,10 @@ from hpctrain.train.framework import Sums
 RESERVED = ("grad_norm", "seconds/")
 """Begin the names of what is reported beside the metrics of a step."""
 
+END, GATHER = "ends its step", "calls ctx.gather"
+BACK = "passes gradients back through ctx.gather"
+"""What a rank does, in words."""
+
 
 class Acts(Protocol):
     """What the calls of a step do."""
@@ -297,7 +301,7 @@ class Live:
     ) -> None:
         self.setting, self.exchanges, self.clock = setting, exchanges, clock
         self.global_samples, self.guard, self.applies = global_samples, guard, applies
-        self.labels = ["ends its step", "calls ctx.gather", *(update_call(name) for name in setting.trained)]
+        self.labels = [END, GATHER, BACK, *(update_call(name) for name in setting.trained)]
         self.passes: dict[str, Passes] = {}
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, float] = {}
@@ -341,8 +345,8 @@ class Live:
         if self.setting.group.size == 1:
             return tensor
         self.clock.mark(Phase.FORWARD)
-        self.agree("calls ctx.gather")
-        return gathered(tensor, self.setting.group, self.clock)
+        self.agree(GATHER)
+        return gathered(tensor, self.setting.group, self.clock, functools.partial(self.agree, BACK))
 
     def agree(self, doing: str) -> None:
         """Raises UserError, on all ranks, if the next thing that they do together is not the same one. Collective."""
@@ -358,9 +362,10 @@ class Live:
     def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnResult:
         """Of the step."""
         known: dict[str, tuple[Number, Number]] = {name: (norm, 1.0) for name, norm in self.norms.items()}
-        means = [sum(losses) / len(losses) for losses in self.losses.values()]
+        means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         if means:
-            known["loss"] = sum(means) * samples, samples
+            known["loss"] = sum(means.values()) * samples, samples
+            known |= {f"loss_{name}": (mean * samples, samples) for name, mean in means.items() if name}
         return OwnResult(known | dict(logged))
 
 
@@ -468,7 +473,7 @@ class OwnSteps:
         context = StepContext(self.setting, live, samples, global_samples, done)
         with self.setting.autocast():
             logged = context._finish(self.step(context, batch))
-        live.agree("ends its step")
+        live.agree(END)
         return live.result(logged, samples)
 
     def dry_call(self, batch: dict[str, Tensor], done: int) -> None:
