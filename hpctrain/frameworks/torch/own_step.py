@@ -67,13 +67,13 @@ class StepContext:
     rows: slice
     """This rank's part among the samples of all ranks, as ``gather`` joins them."""
 
-    def __init__(self, setting: Setting, acts: Acts, samples: int, global_samples: int, step: int) -> None:
+    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int) -> None:
         """Made by hpctrain.
 
         Args:
             setting: what is the same in each step.
             acts: what the calls do.
-            samples: of this rank.
+            rows: this rank's part of the samples.
             global_samples: of all ranks.
             step: steps done.
         """
@@ -81,10 +81,10 @@ class StepContext:
         self.device = setting.device
         self.step = step
         self.global_samples = global_samples
-        self.rows = part_of(global_samples, setting.group.rank, setting.group.size)
+        self.rows = rows
         self._setting = setting
         self._acts = acts
-        self._samples = samples
+        self._samples = rows.stop - rows.start
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
         self._logged: dict[str, tuple[Number, Number]] = {}
@@ -468,13 +468,14 @@ class OwnSteps:
             done: steps before.
             applies: whether parameters are updated.
         """
-        samples = len(next(iter(batch.values())))
+        group = self.setting.group
+        rows = part_of(global_samples, group.rank, group.size)
         live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
-        context = StepContext(self.setting, live, samples, global_samples, done)
+        context = StepContext(self.setting, live, rows, global_samples, done)
         with self.setting.autocast():
             logged = context._finish(self.step(context, batch))
         live.agree(END)
-        return live.result(logged, samples)
+        return live.result(logged, rows.stop - rows.start)
 
     def dry_call(self, batch: dict[str, Tensor], done: int) -> None:
         """One step on this rank alone that changes no parameter.
@@ -483,7 +484,7 @@ class OwnSteps:
             UserError: the step fails; names the user's line.
         """
         samples = len(next(iter(batch.values())))
-        context = StepContext(self.setting, Dry(self.setting), samples, samples, done)
+        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(batch)}"
         parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
         with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from hpctrain.comm.world import World, connect
-from hpctrain.data import part_of
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
@@ -179,8 +178,9 @@ def rehearsed(world: World) -> dict[str, Any]:
 
 
 def own_steps(world: World, task: Callable[[], TorchTask] = own.gan, **settings: Any) -> dict[str, Any]:
-    """Weights after 8 steps of a task's own."""
+    """Weights after 8 steps of a task's own, tried by each rank alone before."""
     framework = own.make_framework(world, task, **settings)
+    framework.dry_call(own.part_of_rank(next(own.global_batches(1)), world))
     reported = own.train(framework, 8)
     hashes = world.data.allgather(framework.weights_hash(), "compare the weights")
     framework.close()
@@ -219,8 +219,7 @@ def own_overflow(world: World) -> dict[str, Any]:
     batch = next(own.global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = np.inf  # the loss is finite, its gradient is not
-    rows = part_of(len(batch["x"]), world.data.rank, world.data.size)
-    framework.step([{name: array[rows] for name, array in batch.items()}], len(batch["x"]))
+    framework.step([own.part_of_rank(batch, world)], len(batch["x"]))
     moved = np.not_equal(own.weights(framework), before)
     size = sum(parameter.numel() for parameter in framework.task.model["generator"].parameters())
     framework.close()
