@@ -16,7 +16,11 @@ from tests.support.mpi import run_in_group
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 REPORTS = (PROJECT / "docs" / "reports.md").read_text(encoding="utf-8")
 TASKS = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
-SHORTER = {"examples/chartext.yaml": ["--train.steps", "5"], "submit": ["--dry-run"]}
+SHORTER = {
+    "examples/chartext.yaml": ["--train.steps", "5"],
+    "examples/gan.yaml": ["--train.epochs", "2"],
+    "submit": ["--dry-run"],
+}
 """What is added to commands that would take minutes, or need a cluster."""
 ELSEWHERE = ("hpctrain status", "hpctrain install-horovod")
 """Commands that need what this test does not make; tests/slurm and tests/dist/test_horovod_wheel.py run them."""

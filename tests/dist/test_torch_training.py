@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import torch_own_steps as own
 from tests.support.mpi import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -17,9 +18,12 @@ ROOT = Path(__file__).parents[2]
 REDUCERS = ("auto", "mpi", "horovod", "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
 OPTIONS = ("accumulate", "clip", "weighted")
 """What must not depend on the number of ranks, either."""
+OWN_STEPS = ("own", "own-pairs", "own-rows")
+"""Tasks with steps of their own."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "noises", "overflowing", "interrupted", "rehearsed",
+    "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow",
 )  # fmt: skip
 
 pytestmark = pytest.mark.world_size(4)
@@ -35,7 +39,7 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
     more = {1: ("evaluated", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("tables",)}[ranks]
-    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", *more)
+    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *OWN_STEPS, "joined", *more)
     return found
 
 
@@ -85,6 +89,39 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
     assert {found["placed"][f"model/{name}"] for name in ("1.running_mean", "5.num_batches_tracked")} == {"replicated"}
     totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
     np.testing.assert_allclose(*totals, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scenario", "kind"),
+    [
+        *((ranks, "own", "gan") for ranks in (1, 2, 4)),
+        *((ranks, scenario, "pairs") for ranks in (1, 2, 4) for scenario in ("own-pairs", "own-rows")),
+        *((2, scenario, "gan") for scenario in ("own-horovod", "own-accumulate")),
+        (2, "own-weighted", "weighted"),
+    ],
+)
+def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str, kind: str) -> None:
+    found = results(ranks)[scenario]
+    wanted = {
+        "gan": lambda: own.plain(own.plain_gan, own.gan, 8),
+        "pairs": lambda: own.plain(own.plain_pairs, lambda: own.one(own.whole_step), 8),
+        "weighted": lambda: own.plain(own.plain_weighted, lambda: own.one(own.weighted_step), 8),
+    }[kind]()
+    np.testing.assert_allclose(found["weights"], wanted, rtol=1e-12, atol=1e-12)
+    assert len(set(found["hashes"])) == 1
+
+
+def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
+    for said in results(2)["own-apart"]["said"]:
+        assert said == [
+            "the ranks' steps differ: rank 0 ends its step, and rank 1 calls ctx.update()",
+            "the ranks' steps differ: rank 0 calls ctx.update(), and rank 1 calls ctx.gather",
+            "the ranks' steps differ: rank 0 ends its step, and rank 1 passes gradients back through ctx.gather",
+        ]
+
+
+def test_an_overflow_leaves_out_the_update_of_its_optimizer_on_all_ranks() -> None:
+    assert results(2)["own-overflow"]["moved"] == [[True, False], [True, False]]
 
 
 def test_clipping_and_weights_matter() -> None:

@@ -40,7 +40,7 @@ ROOMS: dict[str, str] = {
     "report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
-    "__init__": "errors config comm run data reduce train tasks checkpoint monitor track rank",
+    "__init__": "errors config comm run data reduce train tasks frameworks checkpoint monitor track rank",
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 

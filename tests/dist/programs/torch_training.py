@@ -16,8 +16,10 @@ from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
+from tests.support import torch_own_steps as own
 from tests.support.choices import NoExchange
 from tests.support.torch_tasks import (
     Words,
@@ -215,6 +217,55 @@ def rehearsed(world: World) -> dict[str, Any]:
     return {"losses": losses, "measured": sorted(seconds)}
 
 
+def own_steps(world: World, task: Callable[[], TorchTask] = own.gan, **settings: Any) -> dict[str, Any]:
+    """Weights after 8 steps of a task's own, tried by each rank alone before."""
+    framework = own.make_framework(world, task, **settings)
+    framework.dry_call(own.part_of_rank(next(own.global_batches(1)), world))
+    reported = own.train(framework, 8)
+    hashes = world.data.allgather(framework.weights_hash(), "compare the weights")
+    framework.close()
+    return {"weights": own.weights(framework), "losses": [step["loss"] for step in reported], "hashes": hashes}
+
+
+def steps_apart(world: World) -> dict[str, Any]:
+    """What the ranks say if the first of them leaves something out."""
+
+    def leaves_out(what: str) -> TorchTask:
+        def step(ctx: Any, batch: dict[str, torch.Tensor]) -> None:
+            scores = ctx.model(batch["x"])
+            if what == "backward" or (what == "gather" and world.rank):
+                scores = ctx.gather(scores)
+            if what == "gather" or world.rank:
+                ctx.backward(scores.mean())
+                ctx.update()
+
+        return own.one(step)
+
+    said = []
+    for what in ("update", "gather", "backward"):
+        framework = own.make_framework(world, partial(leaves_out, what))
+        try:
+            own.train(framework, 1)
+        except UserError as error:
+            said.append(error.what)
+        framework.close()
+    return {"said": world.data.allgather(said, "compare")}
+
+
+def own_overflow(world: World) -> dict[str, Any]:
+    """A gradient of one optimizer that overflows on one rank leaves its update out on all, and no other."""
+    framework = own.make_framework(world, precision="fp16")
+    before = own.weights(framework)
+    batch = next(own.global_batches(1))
+    batch["x"] = batch["x"].copy()
+    batch["x"][-1, 0] = np.inf  # the loss is finite, its gradient is not
+    framework.step([own.part_of_rank(batch, world)], len(batch["x"]))
+    moved = np.not_equal(own.weights(framework), before)
+    size = sum(parameter.numel() for parameter in framework.task.model["generator"].parameters())
+    framework.close()
+    return {"moved": world.data.allgather([bool(moved[:size].any()), bool(moved[size:].any())], "compare")}
+
+
 WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
@@ -242,6 +293,14 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "rehearsed": rehearsed,
     "joined": joined,
     "tables": tables,
+    "own": own_steps,
+    "own-horovod": lambda world: own_steps(world, way="horovod-flat"),
+    "own-accumulate": lambda world: own_steps(world, way="mpi-overlap", accumulate=4),
+    "own-pairs": lambda world: own_steps(world, lambda: own.one(own.whole_step)),
+    "own-rows": lambda world: own_steps(world, lambda: own.one(own.own_rows_step)),
+    "own-weighted": lambda world: own_steps(world, lambda: own.one(own.weighted_step), accumulate=3),
+    "own-apart": steps_apart,
+    "own-overflow": own_overflow,
 }
 
 
