@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from hpctrain.train.metrics import Seen, flattened
 def over_ranks(metric: Any, cut: Sequence[int], *arrays: np.ndarray, batch: int = 7) -> Any:
     """What the metric says if each rank has the samples between two cuts, in batches."""
     ends = sorted({0, len(arrays[0]), *(each for each in cut if each < len(arrays[0]))})
-    parts = [range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    parts = [range(begin, end) for begin, end in itertools.pairwise(ends)]
     merged = None
     (entry,) = entries_of({"metric": metric}).values()
     meter = MetricMeter(entry)
@@ -114,9 +115,7 @@ def test_what_no_metric_can_judge_is_nan() -> None:
         (ConfusionMatrix(), np.zeros(1), np.array([200]), "shows at most 200 classes"),
     ],
 )
-def test_arrays_that_do_not_fit_are_told_with_the_metrics_name(
-    metric: Any, outputs: Any, targets: Any, said: str
-) -> None:
+def test_arrays_that_do_not_fit_are_told_by_name(metric: Any, outputs: Any, targets: Any, said: str) -> None:
     with pytest.raises(UserError, match="metrics\\['metric'\\]: .*" + said) as caught:
         over_ranks(metric, [], outputs, targets)
     assert caught.value.fix
