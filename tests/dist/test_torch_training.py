@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import f1_score, roc_auc_score
 
 from tests.support import torch_own_steps as own
 from tests.support.mpi import mpirun
@@ -22,7 +23,7 @@ OWN_STEPS = ("own", "own-pairs", "own-rows")
 """Tasks with steps of their own."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
-    "evaluated", "noises", "overflowing", "interrupted", "rehearsed",
+    "evaluated", "judged", "noises", "overflowing", "interrupted", "rehearsed",
     "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow",
 )  # fmt: skip
 
@@ -38,7 +39,7 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
-    more = {1: ("evaluated", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("tables",)}[ranks]
+    more = {1: ("evaluated", "judged", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("judged", "tables")}[ranks]
     found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *OWN_STEPS, "joined", *more)
     return found
 
@@ -197,6 +198,20 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
 
     assert means(one) == pytest.approx(means(two), rel=1e-5)
     np.testing.assert_allclose(one["outputs"], two["outputs"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+    found = results(ranks)["judged"]
+    classes = np.array(found["classes"])
+    (said, *others), outputs = found["metrics"], np.array(found["outputs"], np.float32)
+    assert all(other == said for other in others)
+    assert said["auc"] == pytest.approx(roc_auc_score(classes == 0, outputs[:, 0]), abs=1e-12)
+    assert said["f1"] == pytest.approx(f1_score(classes, outputs.argmax(1), average="macro"), abs=1e-12)
+    assert said["hits/share"] == pytest.approx((outputs.argmax(1) == classes).mean())
+    assert said["median"] == np.sort(outputs, axis=None)[(outputs.size - 1) // 2]
+    assert {"hard/auc", "hard/f1", "hard/loss"} <= set(said)
+    assert found["figures"] == ["confusion", "hard/confusion"]
 
 
 def test_noise_and_statistics_are_each_ranks_own() -> None:

@@ -156,13 +156,14 @@ def make_framework(
     way: str | None = None,
     choice: Callable[[ReduceConfig, World, str | None], ReducerChoice] = ReducerChoice,
     reduce: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
     **train: Any,
 ) -> TorchFramework:
     """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate."""
     seed(3)
     made = model()
     more = {} if forward is None else {"forward": forward}
-    task = TorchTask(made, loss, optimizer(made), train=None, metrics={"accuracy": accuracy}, **more)
+    task = TorchTask(made, loss, optimizer(made), train=None, metrics=metrics or {"accuracy": accuracy}, **more)
     config = Config(
         name="test",
         task="a:b",

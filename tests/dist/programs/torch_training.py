@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain import AUC, F1, ConfusionMatrix, Selected
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
 from tests.support import torch_own_steps as own
 from tests.support.choices import NoExchange
+from tests.support.torch_metrics import Hits, Median
 from tests.support.torch_tasks import (
     Words,
     adagrad,
@@ -101,6 +104,29 @@ def evaluated(world: World) -> dict[str, Any]:
     framework.close()
     return {
         "sums": world.data.allgather(found, "evaluate"),
+        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
+    }
+
+
+def judged(world: World) -> dict[str, Any]:
+    """Metrics with a state, over parts that differ in size."""
+    metrics = {
+        "auc": Selected(AUC(), lambda outputs, batch: (outputs[:, 0], batch["y"] == 0)),
+        "f1": Selected(F1("macro"), lambda outputs, batch: (outputs, batch["y"])),
+        "confusion": Selected(ConfusionMatrix(), lambda outputs, batch: (outputs, batch["y"])),
+        "hits": Selected(Hits(), lambda outputs, batch: (outputs, batch["y"])),
+        "median": Selected(Median(), lambda outputs, batch: (outputs, batch["y"])),
+    }
+    framework = make_framework(world, metrics=metrics)
+    batches = [batch for part in cut(samples(), world.rank, world.size) for batch in cut(part, 0, 1, accumulate=7)]
+    found = evaluate(framework, {"dev": batches, "hard": batches[:1]}, world.data)
+    outputs = [framework.predict(batch)["output"].tolist() for batch in batches]
+    framework.close()
+    return {
+        "metrics": world.data.allgather(dict(found.metrics), "evaluate"),
+        "figures": sorted(found.figures),
+        "classes": samples()["y"].tolist(),
+        "weights": samples()["w"].tolist(),
         "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
     }
 
@@ -287,6 +313,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "sabotaged": sabotaged,
     "not_finite": not_finite,
     "evaluated": evaluated,
+    "judged": judged,
     "noises": noises,
     "overflowing": overflowing,
     "interrupted": interrupted,
