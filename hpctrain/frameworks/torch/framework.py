@@ -17,6 +17,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
+from hpctrain.errors import UserError
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.torch.checks import require_scalar, require_trainable
@@ -379,6 +380,9 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
     joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
+    if joins and train.compile:
+        fix = "leave train.compile out, or use BatchNorm in place of SyncBatchNorm"
+        raise UserError("train.compile is true, and layers of the model normalise over all ranks", fix)
     model.to(device, memory_format=memory_format_of(train))
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
