@@ -17,7 +17,7 @@ from tests.support.mpi import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
-EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "evaluated", "judged")
+EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "evaluated", "judged", "joined")
 """What must not depend on the number of ranks."""
 ELSEWHERE = ("fp16-wire", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
 
@@ -67,6 +67,16 @@ def test_the_number_of_ranks_changes_nothing(ranks: int, scenario: str) -> None:
     require_same_training(found["losses"], results(1)[scenario]["losses"])
     assert len(set(found["hashes"])) == 1
     assert all(slots == found["slots"][0] for slots in found["slots"])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
+    found, wanted = results(ranks)["joined"], results(1)["joined"]
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-9)
+    assert len(set(found["hashes"])) == len(set(found["uneven"])) == 1, "moving statistics included"
+    totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
+    np.testing.assert_allclose(*totals, rtol=1e-9)
 
 
 @pytest.mark.world_size(4)

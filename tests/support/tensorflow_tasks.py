@@ -66,6 +66,16 @@ def noisy_model() -> keras.Model:
     )
 
 
+def normalised_model() -> keras.Model:
+    """BatchNormalization of several kinds, in float64; branches that TensorFlow may compute in any order."""
+    points = keras.Input((12,), dtype="float64")
+    hidden = layers.BatchNormalization(momentum=0.9)(layers.Dense(16)(points))
+    left = layers.BatchNormalization(synchronized=True)(layers.Dense(8, activation="tanh")(hidden))
+    right = layers.BatchNormalization(scale=False, center=False)(layers.Dense(8)(layers.ReLU()(hidden)))
+    grid = layers.BatchNormalization(axis=1)(layers.Reshape((4, 2))(right))
+    return keras.Model(points, layers.Dense(3)(layers.Concatenate()([left, layers.Flatten()(grid)])))
+
+
 def mean_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
     """Mean cross-entropy."""
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], outputs))

@@ -1,4 +1,4 @@
-"""Metrics with the interface of torchmetrics', which is not installed for tests: its states, its names of reductions."""
+"""Metrics with the interface of torchmetrics', which tests do not install: its states, its reductions."""
 
 from __future__ import annotations
 

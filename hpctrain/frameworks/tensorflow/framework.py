@@ -33,6 +33,7 @@ from hpctrain.frameworks.tensorflow.state import (
     require_different_names,
 )
 from hpctrain.frameworks.tensorflow.step import Judge, Step
+from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm, joint_layers
 from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces
@@ -54,11 +55,13 @@ class Named:
     model: keras.Model
     holdings: Holdings
     noise: tf.random.Generator
+    equal: Sequence[tf.Variable] = ()
+    """Of the model's statistics, those that are equal on all ranks."""
 
     def tensors(self) -> list[VariableTensor]:
         """``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
         noise = VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK)
-        return [*model_tensors(self.model), *self.holdings.tensors(), noise]
+        return [*model_tensors(self.model, self.equal), *self.holdings.tensors(), noise]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class ReadyTask:
     reducers: KerasReducers
     reducer: Reducer | None
     """None if it has to be measured."""
+    joint: SyncBatchNorm | None = None
+    """What joins the statistics of BatchNormalization layers, if that is wanted on several ranks."""
 
 
 class KerasFramework:
@@ -92,9 +97,10 @@ class KerasFramework:
         """
         task, train, variables = ready.task, config.train, ready.task.model.trainable_variables
         self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
+        self.joint = ready.joint
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
         self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
-        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages)
+        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages, ready.joint)
         decay = train.ema_decay or 0.0
         self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
@@ -151,11 +157,15 @@ class KerasFramework:
         if self.steps is None or self.steps.reducer is not self.reducer:
             self.steps = Step(self.passes, self.update, self.reducer, self.judge)
         try:
-            if len(batches) == 1:
-                self.steps.whole(batches[0], *self._scalars(global_samples))
-            else:
-                self.steps.complete(self._gradients(batches, global_samples))
+            with self._joint_statistics(batches):
+                if len(batches) == 1:
+                    self._begin_micro_batch(0)
+                    self.steps.whole(batches[0], *self._scalars(global_samples))
+                else:
+                    self.steps.complete(self._gradients(batches, global_samples))
         except tf.errors.OpError as error:
+            if self.joint is not None and self.joint.statistics.problem is not None:
+                raise self.joint.statistics.problem from error
             if self.judge.stopped:
                 own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
                 raise ranks_at_fault(self.group, bool(all(own))) from error
@@ -170,15 +180,26 @@ class KerasFramework:
 
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
-            np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
+            with self._joint_statistics(batches):
+                np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
 
+    def _joint_statistics(self, batches: Sequence[Tensors]) -> contextlib.AbstractContextManager[None]:
+        """BatchNormalization in an update: over the samples of all ranks, if that is wanted."""
+        return self.joint.update(len(batches)) if self.joint else contextlib.nullcontext()
+
+    def _begin_micro_batch(self, index: int) -> None:
+        if self.joint is not None:
+            self.joint.statistics.begin_micro_batch(index)
+
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """What forward passes in the body change is put back."""
-        changed = [tensor for tensor in self._variables() if tensor.placement is Placement.RANK]
+        equal = {id(variable) for variable in self.named.equal}
+        known = self._variables()
+        changed = [one for one in known if one.placement is Placement.RANK or id(one.variable) in equal]
         before = [np.array(tensor.host_view()) for tensor in changed]
         random = {name: np.array(array) for name, array in host_random_state().items()}
         try:
@@ -198,7 +219,8 @@ class KerasFramework:
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""
         pieces: list[tf.Tensor] = []
-        for batch in batches:
+        for index, batch in enumerate(batches):
+            self._begin_micro_batch(index)
             more = self.passes.gradients(batch, *self._scalars(global_samples))
             pieces = [old + new for old, new in zip(pieces, more, strict=True)] if pieces else more
         return pieces or self.pieces.zeros()
@@ -264,12 +286,16 @@ class KerasFramework:
         """Copies are complete when ``copy_into`` returns."""
 
     def weights_hash(self) -> str:
-        return digest([tensor for tensor in model_tensors(self.task.model) if tensor.placement is Placement.REPLICATED])
+        tensors = model_tensors(self.task.model, self.named.equal)
+        return digest([tensor for tensor in tensors if tensor.placement is Placement.REPLICATED])
 
     def close(self) -> None:
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
+        if self.joint:
+            self.joint.close()
+            self.joint = None
 
 
 def open_keras(
@@ -288,7 +314,12 @@ def open_keras(
         UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
             models differ, or the reducer that the configuration names cannot be used.
     """
-    refuse_what_cannot_work(task, config, world.data.size)
+    refuse_what_cannot_work(task, config)
+    layers = joint_layers(task.model, config.train.sync_batchnorm) if world.data.size > 1 else []
+    if layers and config.train.compile:
+        fix = "leave train.compile out, or synchronized=True"
+        raise UserError(f"train.compile is true, and {layers[0].path} normalises over all ranks", fix)
+    joint = SyncBatchNorm(layers, world.data, clock) if layers else None
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
     reducers = KerasReducers(Pieces(variables))
@@ -296,7 +327,9 @@ def open_keras(
     task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
     others = {"loss": task.loss, "forward": task.forward}
-    named = Named(task.model, Holdings(task.optimizer, others, task.model, [noise.state]), noise)
+    named = Named(
+        task.model, Holdings(task.optimizer, others, task.model, [noise.state]), noise, joint.variables if joint else ()
+    )
     tensors = named.tensors()
     require_different_names(tensors)
     described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
@@ -304,7 +337,7 @@ def open_keras(
     broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
     averaged = variables if config.train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
-    ready = ReadyTask(task, named, averages, reducers, reducer)
+    ready = ReadyTask(task, named, averages, reducers, reducer, joint)
     framework = KerasFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
@@ -322,7 +355,7 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(optimizer.learning_rate)
 
 
-def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None:
+def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
     """Raises UserError if training could not work, or would not do what it says."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
@@ -338,12 +371,6 @@ def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None
             "the optimizer is a LossScaleOptimizer",
             "give the inner one: train.precision: fp16 scales the loss by itself",
         )
-    for layer in task.model._flatten_layers():
-        if ranks > 1 and isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-            raise UserError(
-                f"{layer.path} has synchronized=True, but statistics are each rank's own",
-                "leave synchronized out, or use GroupNormalization or LayerNormalization, which need no other rank",
-            )
     policy = POLICIES[config.train.precision]
     used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
     if config.train.precision != "fp32" and policy not in used:

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.tasks.blame import words
@@ -75,7 +76,13 @@ class Passes:
     """What is computed from one batch of one task."""
 
     def __init__(
-        self, task: KerasTask, pieces: Pieces, sparse: str, compiled: bool, averages: Sequence[tf.Variable] = ()
+        self,
+        task: KerasTask,
+        pieces: Pieces,
+        sparse: str,
+        compiled: bool,
+        averages: Sequence[tf.Variable] = (),
+        joint: SyncBatchNorm | None = None,
     ) -> None:
         """
         Args:
@@ -83,7 +90,9 @@ class Passes:
             sparse: ``densify`` or ``refuse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
             averages: what evaluation and prediction use in place of the trainable variables, if there are any.
+            joint: what joins the statistics of BatchNormalization layers, if that is wanted on several ranks.
         """
+        self.joint = joint
         self.task = task
         self.variables = task.model.trainable_variables
         self.pieces = pieces
@@ -91,7 +100,7 @@ class Passes:
         self.weighted: bool | None = None
         """Whether the task's loss gives a weight, once it is known."""
         self.averages = averages
-        self.gradients = Traced(self._gradients, compiled)
+        self.gradients = Traced(self._gradients if joint is None else self._joint_gradients, compiled)
         """gradients(batch, share, loss_scale) -> pieces: of the loss' sum over the batch times both.
 
         ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
@@ -117,6 +126,11 @@ class Passes:
         dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
         return self.pieces.pack_with(dense, slots)
+
+    def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
+        assert self.joint is not None, "see __init__"
+        with self.joint.traced():
+            return self.joint.before(self._gradients(batch, share, loss_scale))
 
     def _evaluate(self, batch: Tensors) -> tuple[dict[str, tuple[tf.Tensor, tf.Tensor]], Any]:
         with self._average_weights():

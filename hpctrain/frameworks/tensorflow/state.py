@@ -51,20 +51,23 @@ class VariableTensor:
         self.variable.assign(np.asarray(value).view(native) if self.variable.dtype == tf.bfloat16 else value)
 
 
-def model_tensors(model: keras.Model) -> list[VariableTensor]:
+def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list[VariableTensor]:
     """Weights, statistics and random states of a model, trainable variables first.
+
+    ``equal`` names statistics that are equal on all ranks.
 
     What the forward pass itself changes (BatchNorm statistics, counters, seeds) is each rank's own; frozen weights are
     replicated as trained ones are.
     """
-    frozen = {id(variable) for layer in model._flatten_layers() for variable in layer._trainable_variables}
+    frozen = {id(variable.value) for layer in model._flatten_layers() for variable in layer._trainable_variables}
+    replicated = frozen | {id(variable) for variable in equal}
     tensors = [
         VariableTensor(f"model/{path_in(model, variable)}", variable.value, is_trained=True)
         for variable in model.trainable_variables
     ]
     for variable in model.non_trainable_variables:
         group = "rng" if is_seed(variable) else "model"
-        placement = Placement.REPLICATED if id(variable) in frozen else Placement.RANK
+        placement = Placement.REPLICATED if id(variable.value) in replicated else Placement.RANK
         tensors.append(VariableTensor(f"{group}/{path_in(model, variable)}", variable.value, placement))
     return tensors
 

@@ -438,6 +438,9 @@ def open_torch(
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
     joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
+    if joins and train.compile:
+        fix = "leave train.compile out, or use BatchNorm in place of SyncBatchNorm"
+        raise UserError("train.compile is true, and layers of the model normalise over all ranks", fix)
     shares = shares_of(task, model, parts)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
     tensors = state_of(model)

@@ -163,8 +163,7 @@ class Normalized(torch.autograd.Function):
         variance = torch.from_numpy(found.squares / max(found.count, 1)).to(values)
         inverse = (variance + eps).rsqrt()
         ctx.save_for_backward(input, weight, mean, inverse)
-        ctx.statistics, ctx.count = statistics, found.count
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.joint = statistics, found.count, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance)
         outputs = (values - along(mean, values)) * along(inverse if weight is None else inverse * weight, values)
         if bias is not None:
@@ -175,6 +174,7 @@ class Normalized(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse = ctx.saved_tensors
+        statistics, count, bias_dtype = ctx.joint
         slopes = wide(gradient)
         normalized = (wide(input) - along(mean, input)) * along(inverse, input)
         sums = torch.stack([slopes.sum(axes(slopes)), (slopes * normalized).sum(axes(slopes))])
@@ -182,9 +182,9 @@ class Normalized(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             of_weight = sums[1].to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            of_bias = sums[0].to(ctx.bias_dtype)
+            of_bias = sums[0].to(bias_dtype)
         if ctx.needs_input_grad[0]:
-            total = torch.from_numpy(ctx.statistics.add(on_host(sums.reshape(-1)))).to(slopes).view_as(sums) / ctx.count
+            total = torch.from_numpy(statistics.add(on_host(sums.reshape(-1)))).to(slopes).view_as(sums) / count
             scale = inverse if weight is None else inverse * weight
             of_input = slopes - along(total[0], slopes) - normalized * along(total[1], slopes)
             of_input = (of_input * along(scale, slopes)).to(input.dtype)

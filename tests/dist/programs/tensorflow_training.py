@@ -22,6 +22,7 @@ from tests.support.tensorflow_tasks import (
     global_batches,
     make_framework,
     noisy_model,
+    normalised_model,
     samples,
     train,
     weighted_loss,
@@ -123,6 +124,30 @@ def noises(world: World) -> dict[str, Any]:
     return {"seeds": framework.group.allgather([*seeds, drawn], "compare the noise")}
 
 
+def joined(world: World) -> dict[str, Any]:
+    """Networks with BatchNormalization over all ranks; the last of four ranks has no sample in every seventh batch."""
+    settings = {"model": in_float64, "sync_batchnorm": True}
+    framework = make_framework(world, kind="mpi" if world.size > 1 else "none", **settings)
+    if world.rank == 0:
+        framework.dry_call(cut(next(global_batches(1)), world.rank, world.size)[0])  # which needs no other rank
+    found = outcome(framework, train(framework, 30))
+    parts = cut(samples(), world.rank, world.size)
+    found["evaluated"] = framework.group.allgather([framework.evaluate(part) for part in parts], "evaluate")
+    framework.close()
+    pieces = make_framework(world, kind="auto", **settings)  # measured on a batch whose pieces are uneven
+    batch = {name: array[:7] for name, array in next(global_batches(1)).items()}
+    pieces.step(cut(batch, world.rank, world.size, 2), 7)
+    found["uneven"] = outcome(pieces, [])["hashes"]
+    pieces.close()
+    return found
+
+
+def in_float64() -> keras.Model:
+    """Of the model that is made for this."""
+    keras.config.set_dtype_policy("float64")
+    return normalised_model()
+
+
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "auto": trained,
     "mpi": lambda world: trained(world, kind="mpi" if world.size > 1 else "none"),
@@ -139,6 +164,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "evaluated": evaluated,
     "judged": judged,
     "noises": noises,
+    "joined": joined,
 }
 
 
