@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.data.packing.source import from_dataset
     from hpctrain.data.packing.write import write_hdf5
     from hpctrain.data.padding import pad
-    from hpctrain.data.samplers import CurriculumSampler, LengthGroupedSampler, WeightedSampler
+    from hpctrain.data.samplers import CurriculumSampler, LaneSampler, LengthGroupedSampler, WeightedSampler
     from hpctrain.data.stream import open_stream
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from hpctrain.train.hooks import BaseHook, Hook, RateHook, StopReason
     from hpctrain.train.loop import RunSummary, Trainer
     from hpctrain.train.state import TrainState
+    from hpctrain.train.stateful import PerRank
     from hpctrain.train.training import Training
 
 _HOMES = {
@@ -75,12 +76,14 @@ _HOMES = {
     "KerasGradients": "hpctrain.reduce.tensorflow_pieces:Pieces",
     "KerasReducer": "hpctrain.reduce.tensorflow_reducer:Reducer",
     "KerasTask": "hpctrain.tasks.definition:KerasTask",
+    "LaneSampler": "hpctrain.data.samplers:LaneSampler",
     "LengthGroupedSampler": "hpctrain.data.samplers:LengthGroupedSampler",
     "Loaded": "hpctrain.checkpoint:Loaded",
     "MonitorClock": "hpctrain.monitor.rank.clock:RingClock",
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
     "MonitorSession": "hpctrain.monitor.rank.session:Session",
     "NoRequeue": "hpctrain.errors:NoRequeue",
+    "PerRank": "hpctrain.train.stateful:PerRank",
     "RateHook": "hpctrain.train.hooks:RateHook",
     "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
     "Retention": "hpctrain.checkpoint:Retention",
@@ -134,12 +137,14 @@ __all__ = [
     "KerasGradients",
     "KerasReducer",
     "KerasTask",
+    "LaneSampler",
     "LengthGroupedSampler",
     "Loaded",
     "MonitorClock",
     "MonitorConfig",
     "MonitorSession",
     "NoRequeue",
+    "PerRank",
     "RateHook",
     "ReduceConfig",
     "Retention",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
     from hpctrain.checkpoint.hook import CheckpointHook, checkpoint_hook
     from hpctrain.checkpoint.initial import load_initial
-    from hpctrain.checkpoint.inspect import summary_tree, tensor_differences, tensor_summaries
+    from hpctrain.checkpoint.inspect import everything, summary_tree, tensor_differences, tensor_summaries
     from hpctrain.checkpoint.policy import Retention
     from hpctrain.checkpoint.reading import Loaded
     from hpctrain.checkpoint.resume import load_weights
@@ -33,6 +33,7 @@ _MODULES = {
     "UnreadableCheckpoint": "format.layout",
     "array_tensors": "saver",
     "checkpoint_hook": "hook",
+    "everything": "inspect",
     "load_initial": "initial",
     "load_weights": "resume",
     "locate": "store",
@@ -54,6 +55,7 @@ __all__ = [
     "UnreadableCheckpoint",
     "array_tensors",
     "checkpoint_hook",
+    "everything",
     "load_initial",
     "load_weights",
     "locate",

@@ -23,6 +23,7 @@ from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.plan import global_batch
+from hpctrain.train.stateful import kept_state
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
         from hpctrain.frameworks.torch.losses import as_loss
     else:
         from hpctrain.frameworks.tensorflow.losses import as_loss
+    kept_state(task.state)  # what cannot be kept is refused before anything else is made
     task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
     require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
     return task

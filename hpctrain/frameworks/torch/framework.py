@@ -24,6 +24,7 @@ from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.dry_call import try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.spoken import TorchLeaves
 from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
@@ -43,12 +44,13 @@ from hpctrain.reduce.torch_reducer import (
     TorchReducers,
     broadcast,
 )
-from hpctrain.tasks.definition import Task
+from hpctrain.tasks.definition import Task, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, Sums
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import StateTensor
+from hpctrain.train.stateful import unchanged
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,6 +93,7 @@ class TorchFramework:
         self.model: torch.nn.Module = ready.task.model
         self.optimizer: torch.optim.Optimizer = ready.task.optimizer
         self.holdings = ready.holdings
+        self.objects = kept_objects(ready.task)
         self.optimizer_state = ready.optimizer_state
         self.reducers = ready.reducers
         self.reducer = ready.reducer
@@ -107,6 +110,10 @@ class TorchFramework:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.average_weight = 1 - (train.ema_decay or 0)
+
+    @property
+    def leaves(self) -> TorchLeaves:
+        return self.holdings.leaves
 
     @property
     def reducer_name(self) -> str | None:
@@ -193,13 +200,14 @@ class TorchFramework:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """What forward passes in the body change in the model, the loss and the random states is put back."""
+        """What forward passes in the body change in model, loss, the task's objects and random states is put back."""
         buffers_of = [(dict(module._buffers), module) for module in self.model.modules()]
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
         held = self.holdings.snapshot()
         try:
-            yield
+            with unchanged(self.objects, self.leaves):
+                yield
         finally:
             for buffers, module in buffers_of:
                 module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
@@ -358,7 +366,8 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     require_same_kind(device, world)
     if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
-    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
+    apart = [one.value for one in kept_objects(task)]
+    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model, apart)
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
     require_own_statistics(model, world.data.size)
