@@ -27,6 +27,7 @@ from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.plan import global_batch
+from hpctrain.train.stateful import kept_state
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """Of a set of validation data."""
@@ -92,6 +93,7 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     else:
         from hpctrain.frameworks.tensorflow.losses import as_loss
     own = has_own_step(task)
+    kept_state(task.state)  # what cannot be kept is refused before anything else is made
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
     require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras", own)

@@ -47,6 +47,7 @@ from hpctrain.train.plateau import Plateau
 from hpctrain.train.profile import Profile, Profiler
 from hpctrain.train.schedule import Schedule, make_schedule
 from hpctrain.train.state import TrainState
+from hpctrain.train.stateful import kept_state
 from hpctrain.train.verify import VerifyWeights
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ def make_hooks(
     stateful += [DataPosition(data)] if data is not None else []
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
-        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
+        state = kept_state(problem.task.state)
+        report = writer.append
+        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, report, stateful, fresh, state))
     hooks += stateful  # behind what restores their state
     if config.track.profile.first_step is not None:
         hooks.append(Profile(config.track.profile, profiler_of(problem.task), session.warn))

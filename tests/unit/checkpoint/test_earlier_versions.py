@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.hook_state import saved_texts
+from hpctrain.checkpoint.object_state import saved_texts
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.support.command import PROJECT, events, hpctrain
 

@@ -28,6 +28,7 @@ from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import Plan
 from hpctrain.train.state import ArrayTensor, TrainState
+from hpctrain.train.tree import HostLeaves
 
 
 class Counter:
@@ -59,6 +60,7 @@ class Counter:
         self.weight[...] = arrays["model/weight"]
 
     other_names: Mapping[str, str] = {}
+    leaves = HostLeaves()
 
     def staging(self, num_bytes: int) -> np.ndarray:
         return np.zeros(num_bytes, np.uint8)
@@ -375,9 +377,9 @@ def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
 @pytest.mark.parametrize(
     ("states", "problem"),
     [
-        (({"model": object()},), "the state of hook 'memory' cannot be saved: Object of type object"),
+        (({"model": object()},), "the state_dict of hook 'memory', model is a object, which cannot be saved"),
         (({"names": np.array(["a"])},), "hooks/memory/names' has the type"),
-        (({"count": 1}, {"count": 2}), "two hooks are called 'memory'"),
+        (({"count": 1}, {"count": 2}), "two objects with state are called hook 'memory'"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_before_the_first_step(
