@@ -55,6 +55,9 @@ class StandIn(nn.Module):
 class Hits(StandIn):
     """Share of right answers, from sums."""
 
+    hits: Tensor
+    total: Tensor
+
     def __init__(self, reduction: Any = dim_zero_sum, begin: int = 0) -> None:
         super().__init__()
         self.add_state("hits", torch.tensor(begin), reduction)
