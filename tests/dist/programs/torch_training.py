@@ -269,7 +269,7 @@ def steps_apart(world: World) -> dict[str, Any]:
 
     said = []
     for what in ("update", "gather", "backward"):
-        framework = own.make_framework(world, partial(leaves_out, what))
+        framework = own.make_framework(world, partial(leaves_out, what), way="mpi-node")
         try:
             own.train(framework, 1)
         except UserError as error:
@@ -280,7 +280,7 @@ def steps_apart(world: World) -> dict[str, Any]:
 
 def own_overflow(world: World) -> dict[str, Any]:
     """A gradient of one optimizer that overflows on one rank leaves its update out on all, and no other."""
-    framework = own.make_framework(world, precision="fp16")
+    framework = own.make_framework(world, way="mpi-node", precision="fp16")
     before = own.weights(framework)
     batch = next(own.global_batches(1))
     batch["x"] = batch["x"].copy()
@@ -323,9 +323,9 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "own": own_steps,
     "own-horovod": lambda world: own_steps(world, way="horovod-flat"),
     "own-accumulate": lambda world: own_steps(world, way="mpi-overlap", accumulate=4),
-    "own-pairs": lambda world: own_steps(world, lambda: own.one(own.whole_step)),
-    "own-rows": lambda world: own_steps(world, lambda: own.one(own.own_rows_step)),
-    "own-weighted": lambda world: own_steps(world, lambda: own.one(own.weighted_step), accumulate=3),
+    "own-pairs": lambda world: own_steps(world, lambda: own.one(own.whole_step), way="mpi-node"),
+    "own-rows": lambda world: own_steps(world, lambda: own.one(own.own_rows_step), way="mpi-node"),
+    "own-weighted": lambda world: own_steps(world, lambda: own.one(own.weighted_step), way="mpi-node", accumulate=3),
     "own-apart": steps_apart,
     "own-overflow": own_overflow,
 }
