@@ -45,8 +45,8 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         raise UserError(f"{folder} cannot be written: {error.strerror or error}", "choose another --output") from error
     arrays, dtypes = model_weights(loaded, selection)
     if selection.trainable_only:
-        arrays = {adapter_name(name): array for name, array in arrays.items()}
-        dtypes = {adapter_name(name): dtype for name, dtype in dtypes.items()}
+        arrays = {adapter_name(name): value for name, value in arrays.items()}
+        dtypes = {adapter_name(name): value for name, value in dtypes.items()}
     write_safetensors(arrays, dtypes, loaded.step, path)
     return path
 

@@ -72,7 +72,8 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     if selection.lora_alpha is not None:
         weights = merge_lora(*weights, selection.lora_alpha)
     if selection.rename:
-        arrays, dtypes, where = *weights, str(loaded.path)
+        arrays, dtypes = weights
+        where = str(loaded.path)
         weights = renamed(arrays, selection.rename, where), renamed(dtypes, selection.rename, where)
     return weights
 
