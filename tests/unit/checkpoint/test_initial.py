@@ -308,6 +308,8 @@ def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
         files = {"config.json", "adapter_config.json", "tokenizer.json", weights}
         assert {file.name for file in out.iterdir()} == files
         assert "head.weight" in safetensors.read(out / weights)[0]
+    assert main(["ckpt", "export", path, "-o", str(like), "--like", str(like)]) == 64
+    assert (like / "model.safetensors").read_text() == "{}"
 
 
 @pytest.mark.parametrize("where", ["whole", "inside"])
