@@ -174,7 +174,7 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
 def test_a_subclassed_transformer_trains_and_is_exported(tmp_path: Path) -> None:
     task = f"{ROOT}/tests/support/tensorflow_subclassed_task.py:task"
     run = write_run(tmp_path, task=task, train={"steps": 3, "global_batch": 24}, checkpoint={"every_steps": 3})
-    hpctrain("run", "-n", 2, run, cwd=tmp_path)
+    hpctrain("run", "-n", 2, run, cwd=tmp_path, warm="tensorflow")
     assert len({word["weights_hash"] for word in last_words(tmp_path / "runs/run")}) == 1
     hpctrain("ckpt", "export", "runs/run", "-o", "model.weights.h5", cwd=tmp_path)
     with h5py.File(tmp_path / "model.weights.h5") as exported:
