@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hpctrain.checkpoint import CheckpointStore
@@ -88,7 +87,7 @@ def test_a_gan_that_is_interrupted_ends_where_one_that_is_not_ends(tmp_path: Pat
     assert resumed.metrics == straight.metrics and set(straight.metrics) == {"recognised", "fooled"}
     one, other = (CheckpointStore(tmp_path / folder / "run/checkpoints").load(6) for folder in ("straight", "twice"))
     assert one.arrays.keys() == other.arrays.keys() >= {"model/generator.1.weight", "ema/discriminator.0.weight"}
-    assert all(np.array_equal(array, other.arrays[name]) for name, array in one.arrays.items())
+    assert [name for name, array in one.arrays.items() if array.tobytes() != other.arrays[name].tobytes()] == []
     reported = [event for event in read_events(RunDir(tmp_path / "straight/run")) if isinstance(event, Train)]
     assert len(reported) == 6
     assert all(event.loss > 0 and event.more["loss_generator"] > 0 for event in reported)
