@@ -1,4 +1,4 @@
-"""Metrics with the interface of torchmetrics', which is not installed for tests: its states, its names of reductions."""
+"""Metrics with the interface of torchmetrics, which is not installed for tests: its states, names of reductions."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ class StandIn(nn.Module):
 class Hits(StandIn):
     """Share of right answers, from sums."""
 
+    hits: Tensor
+    total: Tensor
+
     def __init__(self, reduction: Any = dim_zero_sum, begin: int = 0) -> None:
         super().__init__()
         self.add_state("hits", torch.tensor(begin), reduction)
@@ -70,6 +73,8 @@ class Hits(StandIn):
 
 class Median(StandIn):
     """Of all outputs: needs every sample."""
+
+    seen: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()

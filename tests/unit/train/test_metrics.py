@@ -14,14 +14,14 @@ from sklearn import metrics as sklearn
 from hpctrain import AUC, F1, ConfusionMatrix, Curve, Matrix, Metric, PrecisionRecallCurve, RocCurve, UserError
 from hpctrain.run.figures import Figures, read_figures, write_figures
 from hpctrain.tasks.meters import MetricMeter, entries_of
-from hpctrain.train.metrics import Seen, flattened
+from hpctrain.train.metrics import Arrays, Seen, flattened
 
 
 def over_ranks(metric: Any, cut: Sequence[int], *arrays: np.ndarray, batch: int = 7) -> Any:
     """What the metric says if each rank has the samples between two cuts, in batches."""
     ends = sorted({0, len(arrays[0]), *(each for each in cut if each < len(arrays[0]))})
     parts = [range(begin, end) for begin, end in itertools.pairwise(ends)]
-    merged = None
+    merged: Arrays | None = None
     (entry,) = entries_of({"metric": metric}).values()
     meter = MetricMeter(entry)
     for part in [*parts, range(0)]:  # the last rank has no sample
