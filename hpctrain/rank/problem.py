@@ -21,6 +21,7 @@ from hpctrain.data.stream import is_stream
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
+from hpctrain.rank.own_steps import has_own_step, pieces_of, refuse_with_own_step
 from hpctrain.rank.staged import staged_args
 from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
@@ -58,6 +59,8 @@ def make_problem(config: Config, world: World) -> Problem:
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
+    if task.train is None:
+        raise UserError(f"task {config.task} has no training data", "give train=")
     data = config.data
     batch = global_batch(config.train, world.data.size)
     order: Order | StreamOrder
@@ -76,6 +79,7 @@ def make_problem(config: Config, world: World) -> Problem:
             sampler=task.sampler,
         )
     task = with_its_loss(task, tuple(examples_of(train).fields))
+    refuse_with_own_step(config, task, order, world.data.size)
     validation = {name: open_validation(config, task, name, given) for name, given in validation_sets(task).items()}
     make_weights(task, lambda: examples_of(train), config.seed)
     return Problem(task, train, validation, order)
@@ -87,8 +91,10 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
         from hpctrain.frameworks.torch.losses import as_loss
     else:
         from hpctrain.frameworks.tensorflow.losses import as_loss
-    task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
+    own = has_own_step(task)
+    if task.loss is not None or not own:
+        task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras", own)
     return task
 
 
@@ -99,7 +105,7 @@ def first_batch(problem: Problem, config: Config, world: World, most: int | None
         return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
     ids = problem.order.batch_indices(0, 0)
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
-    mine = mine[part_of(len(mine), 0, min(config.train.accumulate, max(len(mine), 1)))][:most]
+    mine = mine[part_of(len(mine), 0, min(pieces_of(config, problem.task), max(len(mine), 1)))][:most]
     return make_batch(examples_of(problem.train), recipe, first_draw(mine))
 
 

@@ -23,6 +23,7 @@ from hpctrain.errors import UserError
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.rank.data_position import DataPosition
+from hpctrain.rank.own_steps import pieces_of
 from hpctrain.rank.problem import Problem
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -214,7 +215,7 @@ def make_data(config: Config, world: World, problem: Problem, framework: Framewo
             problem.order,
             group.rank,
             group.size,
-            accumulate=config.train.accumulate,
+            accumulate=pieces_of(config, task),
             prefetch=config.data.prefetch_batches,
             recipe=Recipe(task.transform, task.collate, config.seed),
             place=framework.place,
@@ -225,7 +226,7 @@ def make_data(config: Config, world: World, problem: Problem, framework: Framewo
         problem.order,
         group.rank,
         group.size,
-        accumulate=config.train.accumulate,
+        accumulate=pieces_of(config, task),
         prefetch=config.data.prefetch_batches,
         workers=config.data.workers,
         transform=task.transform,

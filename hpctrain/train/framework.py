@@ -23,8 +23,10 @@ Sums = dict[str, tuple[float, float]]
 class NonFiniteLoss(Exception):
     """The loss or the averaged gradient is not finite; every rank raises it at the same step."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"loss or gradient is not finite on ranks {list(ranks)}")
+    def __init__(self, ranks: Sequence[int], what: str = "the loss") -> None:
+        super().__init__(f"{what} or its gradient is not finite on ranks {list(ranks)}")
+        self.what = what
+        """Which loss, for people."""
         self.ranks = list(ranks)
         """Data-group ranks whose own loss or gradient is at fault; empty if only the sum over ranks overflowed."""
 

@@ -108,7 +108,7 @@ class Trainer(Training):
             if ids is not None
         ]
         return NoRequeue(
-            f"the loss is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
+            f"{error.what} is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
             f"({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
             "look at these samples; else lower the learning rate, lengthen the warm-up, or set train.clip_norm",
             Code.NAN,

@@ -242,6 +242,11 @@ class KerasFramework:
         restore_host_random_state(arrays)
         self.factor = None  # the rates of the run file hold, not the saved ones
 
+    def begin_averages(self) -> None:
+        """Averages begin at the weights as they are now."""
+        for average, variable in zip(self.averages, self.task.model.trainable_variables, strict=bool(self.averages)):
+            average.assign(tf.cast(variable.value, tf.float32))
+
     def place(self, samples: Samples) -> Samples:
         """TensorFlow copies by itself."""
         return samples

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from hpctrain.train.metrics import Arrays, Seen, flattened
 def over_ranks(metric: Any, cut: Sequence[int], *arrays: np.ndarray, batch: int = 7) -> Any:
     """What the metric says if each rank has the samples between two cuts, in batches."""
     ends = sorted({0, len(arrays[0]), *(each for each in cut if each < len(arrays[0]))})
-    parts = [range(begin, end) for begin, end in itertools.pairwise(ends)]
+    parts = [range(begin, end) for begin, end in pairwise(ends)]
     merged: Arrays | None = None
     (entry,) = entries_of({"metric": metric}).values()
     meter = MetricMeter(entry)
