@@ -74,6 +74,8 @@ class Hits(StandIn):
 class Median(StandIn):
     """Of all outputs: needs every sample."""
 
+    seen: list[Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("seen", [], dim_zero_cat)
