@@ -112,6 +112,41 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def words_forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of Words."""
+    outputs: Tensor = model(batch)
+    return outputs
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([group for one in inner for group in one.param_groups], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Each takes its own."""
+        for one in self.inner:
+            one.step()
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Takes sparse gradients, and has state."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """For the table of Words, and Adam for the rest."""
+    rest = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
+    return Together(torch.optim.SparseAdam([model.embedding.weight], lr=0.05), torch.optim.AdamW(rest, lr=0.01))
+
+
 def make_framework(
     world: World,
     model: Callable[[], nn.Module] = plain_model,

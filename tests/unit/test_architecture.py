@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "run": "errors system config",
     "data": "errors system",
     "reduce": "errors system config comm",
-    "train": "errors config comm data",
+    "train": "errors config comm run data",
     "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",
@@ -198,7 +198,7 @@ def test_nobody_sets_an_attribute_of_another_object() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) not in ("self", "cls")
+        and ast.unparse(node.value) not in ("self", "cls", "ctx")  # ctx: how autograd functions of torch pass things on
         and node.attr not in SET_FROM_OUTSIDE
     ]
     assert not wrong

@@ -21,15 +21,20 @@ from hpctrain.train.state import Placement
 from tests.support.choices import NoExchange
 from tests.support.torch_tasks import (
     Words,
+    adagrad,
     cut,
     global_batches,
     in_float64,
     make_framework,
+    mean_loss,
     noisy_model,
     normalised_model,
+    plain_sgd,
     samples,
+    sparse_adam,
     train,
     weighted_loss,
+    words_forward,
 )
 
 STEPS = 50
@@ -116,9 +121,9 @@ def overflowing(world: World) -> dict[str, Any]:
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = 1e6
-    before, scale = framework.weights_hash(), framework.scale.factor
+    before, scale = framework.weights_hash(), framework.trained[""].rule.loss_scale.factor
     framework.step(cut(batch, world.rank, world.size), 30)
-    after = [framework.weights_hash() == before, framework.scale.factor / scale]
+    after = [framework.weights_hash() == before, framework.trained[""].rule.loss_scale.factor / scale]
     framework.close()
     return {"after": world.data.allgather(after, "compare")}
 
@@ -184,6 +189,19 @@ def words(world: World, sparse: bool, mode: str = "densify") -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def tables(world: World) -> dict[str, Any]:
+    """Rows of embeddings, with and without loss weights, by optimizers that update rows alone."""
+    found = {}
+    for optimizer in (plain_sgd, adagrad, sparse_adam):
+        for loss in (mean_loss, weighted_loss):
+            for mode in ("auto", "densify") if optimizer is not sparse_adam else ("auto",):
+                settings = {"reduce": {"sparse": mode, "kind": "mpi"}, "clip_norm": 0.3, "ema_decay": 0.9}
+                found[f"{optimizer.__name__}, {loss.__name__}, {mode}"] = trained(
+                    world, 9, 2, model=Words, forward=words_forward, optimizer=optimizer, loss=loss, **settings
+                )
+    return found
+
+
 def rehearsed(world: World) -> dict[str, Any]:
     """A measured choice leaves no trace in what is trained: noise and statistics are put back."""
     losses = []
@@ -223,6 +241,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "interrupted": interrupted,
     "rehearsed": rehearsed,
     "joined": joined,
+    "tables": tables,
 }
 
 
