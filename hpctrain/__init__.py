@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
     from hpctrain.rank.fit import fit
+    from hpctrain.rank.heartbeat import heartbeat
     from hpctrain.reduce.tensorflow_pieces import Pieces as KerasGradients
     from hpctrain.reduce.tensorflow_reducer import Reducer as KerasReducer
     from hpctrain.reduce.tensorflow_reducer import broadcast as keras_broadcast
@@ -123,6 +124,7 @@ _HOMES = {
     "connect": "hpctrain.comm.world:connect",
     "fit": "hpctrain.rank.fit:fit",
     "from_dataset": "hpctrain.data.packing.source:from_dataset",
+    "heartbeat": "hpctrain.rank.heartbeat:heartbeat",
     "keras_broadcast": "hpctrain.reduce.tensorflow_reducer:broadcast",
     "keras_reducer": "hpctrain.reduce.tensorflow_reducer:measured_reducer",
     "load_config": "hpctrain.config.loading:load",
@@ -195,6 +197,7 @@ __all__ = [
     "connect",
     "fit",
     "from_dataset",
+    "heartbeat",
     "keras_broadcast",
     "keras_reducer",
     "load_config",

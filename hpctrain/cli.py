@@ -86,11 +86,26 @@ def dispatch(words: Sequence[str]) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UserError(f"no command {name!r}", f"did you mean {close[0]}?" if close else "hpctrain --help lists them")
     parser = parser_of(name)
-    args, rest = parser.parse_known_args(words[1:])
+    words, program = before_program(words[1:])
+    args, rest = parser.parse_known_args(words)
+    if program and parser.get_default("program") is None:
+        parser.error(f"unrecognized arguments: -- {' '.join(program)}")
+    args.program = program
     if rest and not hasattr(args, "overrides"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = rest
     return int(importlib.import_module(COMMANDS[name].module).run(args))
+
+
+def before_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words before ``--``, and the program and its arguments behind it.
+
+    Before a program, a run file comes first or is left out: then an empty word is in its place.
+    """
+    place = list(words).index("--") if "--" in words else len(words)
+    before, program = list(words[:place]), list(words[place + 1 :])
+    has_file = before and not before[0].startswith("-")
+    return before if has_file or not program else ["", *before], program
 
 
 def parser_of(name: str) -> Parser:

@@ -23,17 +23,17 @@ ACCEPT = "accept"
 """An option that adds to checkpoint.accept: ``--accept train.epochs``."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a run file.
 
     Args:
-        path: YAML file with the sections of ``Config``.
+        path: YAML file with the sections of ``Config``; none if the overrides say everything.
         overrides: command-line words such as ``["--train.epochs", "3", "--name=long"]``; they win over the file.
 
     Raises:
         UserError: no such file, not YAML, an unknown key, a wrong type or a value out of range.
     """
-    values, lines = _read_file(Path(path))
+    values, lines = _read_file(Path(path)) if path is not None else ({}, {})
     arguments: dict[str, Any] = {}
     accepted: list[str] = []
     for key, value in _read_words(overrides):

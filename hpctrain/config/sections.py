@@ -462,6 +462,8 @@ class LaunchConfig:
     """What starts the ranks inside a Slurm job."""
     command: tuple[str, ...] = ()
     """A plain command to run on every rank in place of our trainer. Exit code 75 means: run me again."""
+    convention: Literal["auto", "torch", "tensorflow", "mpi"] = "auto"
+    """What tells a plain command its rank: RANK, MASTER_ADDR and so on as by torchrun, TF_CONFIG, both, or only MPI."""
     stop_signal: Literal["TERM", "USR1", "USR2", "INT"] = "TERM"
     """Signal that asks a plain command to stop."""
     env: dict[str, str] = field(default_factory=dict)

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.errors import Code, ExitCode, Replaced
+from hpctrain.comm.world import EXPECTED_RANKS
+from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced
+from hpctrain.rank.convention import place_of, reserve_port, variables
+from hpctrain.rank.folder_group import FolderGroup, MeetingStopped
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import BEAT_S
-from hpctrain.run.rank_environment import RUN_DIR, STOP_SIGNAL, current_attempt
+from hpctrain.run.rank_environment import CONVENTION, PLACE, RUN_DIR, STOP_SIGNAL, WATCHED_DIR, current_attempt
 from hpctrain.system import cgroups, processes
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name
@@ -30,6 +35,9 @@ RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID
 TICK_S = 0.1
 POLL_S = 2.0
 """Seconds between two looks for the STOP file."""
+LOOKED_AT_BYTES = 4096
+LONGEST_LINE = 300
+"""Of what a program said last."""
 KILL_GRACE_S = 5.0
 """Seconds between asking the program to end and killing it, when the run has moved elsewhere."""
 
@@ -45,8 +53,14 @@ def main() -> int:
     redirect(log, run_dir.path, keep_stdout=word.rank == 0)
     signals = StopSignals()
     signals.install()
-    # The program may be one of ours with a run folder of its own.
-    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR}
+    try:
+        port, environment = program_environment(run_dir, attempt, word, signals)
+    except MeetingStopped:
+        file.end(dataclasses.replace(word, ending=Ending.STOPPED, ended=time.time(), exit_code=ExitCode.STOPPED))
+        return ExitCode.DONE
+    except HpctrainError as error:
+        file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, "", error.code), error.exit_code))
+        return error.exit_code
     try:
         # There is one thread here, so a preexec_fn is safe.
         child = subprocess.Popen(sys.argv[1:], env=environment, preexec_fn=processes.die_with_parent)  # noqa: PLW1509
@@ -61,9 +75,33 @@ def main() -> int:
         end(child)
         file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, "", error.code), error.exit_code))
         return error.exit_code
-    last = ending(word, sys.argv[1], child.returncode, asked)
+    port.close()
+    last = ending(word, sys.argv[1], child.returncode, asked, last_line(log))
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
+
+
+def program_environment(
+    run_dir: RunDir, attempt: int, word: LastWord, signals: StopSignals
+) -> tuple[socket.socket, dict[str, str]]:
+    """A port that is kept for the program, and its variables. Collective, if this rank knows its number.
+
+    Raises:
+        MeetingStopped: somebody asked the run to stop.
+        RunFailed: the other ranks did not come.
+    """
+    # The program may be one of ours with a run folder of its own.
+    environment = {name: value for name, value in os.environ.items() if name not in (RUN_DIR, CONVENTION)}
+    convention, *given = os.environ.get(CONVENTION, "mpi").split()
+    port, size = reserve_port(), int(os.environ.get(EXPECTED_RANKS) or 1)
+    if word.rank is None or word.rank >= size:
+        return port, environment
+    group = FolderGroup("program", run_dir, attempt, word.rank, size, lambda: bool(signals.received))
+    addresses = [tuple(each) for each in group.allgather([word.host, port.getsockname()[1]], "say where they are")]
+    place = place_of(word.rank, [host for host, _ in addresses])
+    ours = variables(convention, place, addresses)
+    environment |= {name: value for name, value in ours.items() if name not in given}
+    return port, environment | {PLACE: json.dumps(dataclasses.asdict(place)), WATCHED_DIR: str(run_dir.path)}
 
 
 def failed(word: LastWord, why: ErrorWord, code: ExitCode) -> LastWord:
@@ -110,8 +148,20 @@ def watch(
                     child.send_signal(number_of_stop)
 
 
-def ending(word: LastWord, program: str, code: int, asked: bool) -> LastWord:
-    """What the program's exit code means; pure. Negative codes are signals, as ``subprocess`` has it."""
+def last_line(log: Path) -> str:
+    """What a log ends with: of Python's tracebacks it is the error."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOOKED_AT_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+        return next((line.strip()[:LONGEST_LINE] for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
+def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "") -> LastWord:
+    """What the program's exit code means; pure. Negative codes are signals, as ``subprocess`` has it.
+
+    ``said``: what its output ends with.
+    """
     final = code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
     if code == ExitCode.STOPPED or (asked and not final):
         return dataclasses.replace(word, ending=Ending.STOPPED, exit_code=ExitCode.STOPPED)
@@ -120,7 +170,7 @@ def ending(word: LastWord, program: str, code: int, asked: bool) -> LastWord:
     if code < 0:
         how = f"{program} was killed by {signal_name(-code)}"
     else:
-        how = f"{program} ended with exit code {code}"
+        how = f"{program} ended with exit code {code}" + (f" ({said})" if said else "")
     error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
 

@@ -110,8 +110,10 @@ def open_log(path: Path, root: Path | None = None, fresh: bool = False) -> int:
         return os.open(path.name, _NEW | os.O_APPEND, FILE_MODE, dir_fd=folder)
 
 
-def write_atomically(path: Path, content: bytes, root: Path | None = None) -> None:
+def write_atomically(path: Path, content: bytes, root: Path | None = None, mode: int = FILE_MODE) -> None:
     """Replaces a file by one with this content; after a crash there is the old or the new one, never a mixture.
+
+    ``mode``: permissions, of which the process' mask is taken.
 
     Raises:
         RunFailed: it cannot be written.
@@ -120,7 +122,7 @@ def write_atomically(path: Path, content: bytes, root: Path | None = None) -> No
     try:
         with opened(path.parent, root) as folder:
             try:
-                with open(os.open(temporary, _NEW, FILE_MODE, dir_fd=folder), "wb") as file:
+                with open(os.open(temporary, _NEW, mode, dir_fd=folder), "wb") as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())

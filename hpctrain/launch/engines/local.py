@@ -14,7 +14,7 @@ from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environmen
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
-from hpctrain.run.rank_environment import STOP_SIGNAL
+from hpctrain.run.rank_environment import CONVENTION, STOP_SIGNAL
 from hpctrain.run.verdict import Verdict
 from hpctrain.system import python
 from hpctrain.system.cores import thread_environment, threads_per_rank, usable_cores
@@ -72,6 +72,7 @@ def rank_environment(
         TERMINAL: str(terminal_columns(sys.stdout)),
         TETHER: "1",
         STOP_SIGNAL: f"SIG{config.launch.stop_signal}",
+        CONVENTION: " ".join([config.launch.convention, *config.launch.env]),
     }
     return {**ours, **config.launch.env}
 

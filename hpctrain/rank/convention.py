@@ -1,0 +1,76 @@
+"""What programs of others want to know of their rank, as the launchers that they are written for would say it. Pure,
+but for the port."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank among the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among those of its node."""
+    local_size: int
+    node: int
+    """Index of its node, in order of the lowest rank."""
+    nodes: int
+    host: str
+
+
+def place_of(rank: int, hosts: Sequence[str]) -> Place:
+    """The place of a rank.
+
+    Args:
+        rank: which.
+        hosts: of all ranks, in their order.
+    """
+    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    nodes = list(dict.fromkeys(hosts))
+    return Place(rank, len(hosts), mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes), hosts[rank])
+
+
+def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
+    """Environment variables of a rank.
+
+    Args:
+        convention: ``torch`` (as torchrun sets them), ``tensorflow`` (TF_CONFIG, all ranks are workers), ``auto``
+            (both), or ``mpi`` (none: the launcher's own suffice).
+        place: of the rank.
+        addresses: host and free port of each rank. Ranks of one host meet at 127.0.0.1.
+    """
+    reached = [("127.0.0.1" if place.nodes == 1 else host, port) for host, port in addresses]
+    found: dict[str, str] = {}
+    if convention in ("torch", "auto"):
+        numbers = {
+            "RANK": place.rank,
+            "WORLD_SIZE": place.size,
+            "LOCAL_RANK": place.local_rank,
+            "LOCAL_WORLD_SIZE": place.local_size,
+            "GROUP_RANK": place.node,
+            "MASTER_PORT": reached[0][1],
+        }
+        found |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": reached[0][0]}
+    if convention in ("tensorflow", "auto"):
+        workers = [f"{host}:{port}" for host, port in reached]
+        task = {"type": "worker", "index": place.rank}
+        found["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    return found
+
+
+def reserve_port() -> socket.socket:
+    """A free port of this host, kept as long as the socket is open.
+
+    It does not listen, and says SO_REUSEADDR, as servers do: so the program can listen there at any time, and nobody
+    else is given the port until then.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder

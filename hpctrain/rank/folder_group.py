@@ -1,0 +1,122 @@
+"""A few values between ranks that share nothing but their run folder: for programs that may not use MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError, RunFailed
+from hpctrain.rank.convention import Place
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import pieces
+from hpctrain.system import files, safe_read
+
+LONGEST_PAUSE_S = 0.5
+"""Between two looks: the folder may lie on a shared file system."""
+
+
+class MeetingStopped(HpctrainError):
+    """The wait was ended before the others came."""
+
+
+class FolderGroup(Group):
+    """Ranks that leave values as files. Has ``allgather``, ``broadcast`` and ``barrier``; each takes milliseconds.
+
+    Rank 0 reads what all leave and writes it into one file, which the others read. The files lie among the last words,
+    and are removed with them when the attempt is over.
+
+    Args:
+        name: of the group; different from those of other groups of the attempt.
+        run_dir: the run folder.
+        attempt: number of the attempt.
+        rank: of this process in the group.
+        size: number of ranks of the group.
+        interrupted: asked while it waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run_dir: RunDir,
+        attempt: int,
+        rank: int,
+        size: int,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(name)
+        self.rank, self.size = rank, size
+        self.folder, self.root, self.interrupted = pieces(run_dir, attempt), run_dir.path, interrupted
+        self.number = 0
+
+    def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """See Group."""
+        self.number += 1
+        end = time.monotonic() + timeout_s
+        try:
+            files.make_folder(self.folder, self.root)
+        except OSError as error:
+            raise files.cannot_write(self.folder, error) from error
+        if self.rank:
+            self._leave(str(self.rank), value)
+            everything = self._take({"all"}, what, end)["all"]
+        else:
+            others = self._take({str(rank) for rank in range(1, self.size)}, what, end)
+            everything = [value, *(others[str(rank)] for rank in range(1, self.size))]
+            self._leave("all", everything)
+        return list(everything)
+
+    def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
+        """See Group."""
+        return self.allgather(value if self.rank == root else None, what, timeout_s)[root]
+
+    def barrier(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """See Group."""
+        self.allgather(None, what, timeout_s)
+
+    def _path(self, who: str) -> Path:
+        return self.folder / f"{self.name}-{self.number}-{who}"
+
+    def _leave(self, who: str, value: Any) -> None:
+        content = json.dumps(value).encode()
+        files.write_atomically(self._path(who), content, self.root, mode=0o600)  # the monitor's token is among them
+
+    def _take(self, missing: set[str], what: str, end: float) -> dict[str, Any]:
+        """Values by who left them, when all are there."""
+        found: dict[str, Any] = {}
+        pause_s = 0.01
+        while True:
+            there = set(os.listdir(self.folder))
+            for who in sorted(missing - found.keys()):
+                if self._path(who).name in there:
+                    found[who] = safe_read.read_json(self._path(who))
+            if len(found) == len(missing):
+                return found
+            if self.interrupted():
+                raise MeetingStopped(f"rank {self.rank} was stopped while it waited for the other ranks to {what}", "")
+            if time.monotonic() > end:
+                raise RunFailed(
+                    f"rank {self.rank} of {self.size} waited for the other ranks to {what}",
+                    "look for the rank that never arrived in the logs of the run folder",
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+
+def folder_world(name: str, run_dir: RunDir, attempt: int, place: Place) -> World:
+    """The World of ranks that meet in their run folder.
+
+    Args:
+        name: of the groups; different from those of other worlds of the attempt.
+        run_dir: the run folder.
+        attempt: number of the attempt.
+        place: of this rank.
+    """
+    everyone = FolderGroup(name, run_dir, attempt, place.rank, place.size)
+    local = FolderGroup(f"{name}-node{place.node}", run_dir, attempt, place.local_rank, place.local_size)
+    return World(everyone, everyone, local, place.node, place.nodes, place.host)

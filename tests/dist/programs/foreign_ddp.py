@@ -1,0 +1,35 @@
+"""A script for torchrun that knows nothing of us: linear regression with DistributedDataParallel or FSDP on CPUs."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+trained: torch.nn.Module = model
+if "fsdp" in sys.argv:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (size,)))
+else:
+    trained = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+random = torch.Generator().manual_seed(1)
+for _ in range(5):
+    batch = torch.randn(8, 4, generator=random)[rank::size]
+    loss = (trained(batch).sum(1) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+weight = model.weight.full_tensor() if "fsdp" in sys.argv else model.weight
+if rank == 0:
+    print(f"weights {weight.sum().item():.6f}", flush=True)
+if "die" in sys.argv and rank == size - 1:
+    raise RuntimeError("the disk of the data is gone")
+if "die" in sys.argv:
+    dist.barrier()
+dist.destroy_process_group()

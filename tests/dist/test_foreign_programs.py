@@ -1,0 +1,46 @@
+"""Programs of others under our supervisor: they get the variables of their own launcher, and give its numbers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import endings, hpctrain
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+pytestmark = pytest.mark.world_size(2)
+
+
+def weights(text: str) -> float:
+    """What a program says of its own at its end."""
+    found = re.search(r"weights (-?[\d.]+)", text)
+    assert found, text
+    return float(found[1])
+
+
+def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
+    script = PROGRAMS / "foreign_multiworker.py"
+    words = ("--launch.convention", "tensorflow", "--", sys.executable, script)
+    said = hpctrain("run", "-n", 2, "--name", "workers", *words, cwd=tmp_path, timeout=120)
+    assert weights(said.stdout) == pytest.approx(2.767998, abs=1e-5), "what one process computes"
+    run = tmp_path / "runs" / "workers"
+    assert endings(run) == ["completed", "completed"] and not (run / "ranks" / "1").exists()
+
+
+def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_path: Path) -> None:
+    program = (sys.executable, PROGRAMS / "foreign_ddp.py", "die")
+    said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, timeout=120, code=70)
+    assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
+    assert re.search(r"rank 1 on \S+: .*exit code 1 \(.*the disk of the data is gone\)", said.stderr), said.stderr
+
+
+def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
+    words = ("--monitor.hang_s", 2, "--", sys.executable, PROGRAMS / "foreign_hang.py")
+    said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, timeout=120, code=70)
+    stacks = "".join(path.read_text() for path in (tmp_path / "runs" / "hangs" / "monitor").glob("stack-1-*"))
+    assert "waits_for_godot" in stacks
+    assert "no step" in said.stderr or "hang" in said.stderr.lower(), said.stderr

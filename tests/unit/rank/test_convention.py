@@ -1,0 +1,105 @@
+"""What programs of others are told, and how ranks that share nothing but a folder find each other."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.cli import before_program
+from hpctrain.errors import RunFailed
+from hpctrain.rank.convention import place_of, reserve_port, variables
+from hpctrain.rank.folder_group import FolderGroup, MeetingStopped, folder_world
+from hpctrain.rank.heartbeat import beat, heartbeat
+from hpctrain.run.folder import RunDir
+
+HOSTS = ["n1", "n1", "n2", "n2", "n2"]
+ADDRESSES = [(host, 5000 + rank) for rank, host in enumerate(HOSTS)]
+
+
+def test_torch_and_tensorflow_learn_their_place() -> None:
+    found = variables("auto", place_of(3, HOSTS), ADDRESSES)
+    config = json.loads(found.pop("TF_CONFIG"))
+    assert config["cluster"]["worker"][3] == "n2:5003" and config["task"] == {"type": "worker", "index": 3}
+    assert found == {
+        "RANK": "3",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "5000",
+    }
+
+
+@pytest.mark.parametrize(("convention", "has"), [("torch", "RANK"), ("tensorflow", "TF_CONFIG"), ("mpi", None)])
+def test_a_convention_gives_its_own_variables(convention: str, has: str | None) -> None:
+    found = variables(convention, place_of(0, HOSTS), ADDRESSES)
+    assert (has in found) if has else not found
+    assert len({"RANK", "TF_CONFIG"} & found.keys()) <= 1
+
+
+def test_ranks_of_one_host_need_no_name_of_it() -> None:
+    found = variables("auto", place_of(1, ["n1", "n1"]), ADDRESSES[:2])
+    assert found["MASTER_ADDR"] == "127.0.0.1" and "127.0.0.1:5001" in found["TF_CONFIG"]
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_program_can_listen_on_the_port_that_is_kept_for_it(family: socket.AddressFamily) -> None:
+    with reserve_port() as holder, socket.socket(family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", holder.getsockname()[1]))
+        server.listen()
+        with reserve_port() as other:
+            assert other.getsockname()[1] != holder.getsockname()[1]
+
+
+def met(run_dir: RunDir, rank: int, size: int) -> list[Any]:
+    """What a rank learns."""
+    group = FolderGroup("test", run_dir, 1, rank, size)
+    group.barrier("begin")
+    return [group.allgather({"rank": rank}, "say it"), group.broadcast(rank, "learn it", root=size - 1)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_meet_in_a_folder(tmp_path: Path, size: int) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(lambda rank: met(run_dir, rank, size), range(size)))
+    assert found == [[[{"rank": rank} for rank in range(size)], size - 1]] * size
+    world = folder_world("test", run_dir, 1, place_of(2, HOSTS))
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes) == (2, 5, 0, 3, 1, 2)
+
+
+def test_no_wait_is_without_an_end(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    with pytest.raises(RunFailed, match="rank 1 of 2 waited for the other ranks to come"):
+        FolderGroup("test", run_dir, 1, 1, 2).allgather(None, "come", timeout_s=0.1)
+    with pytest.raises(MeetingStopped):
+        FolderGroup("other", run_dir, 1, 0, 2, lambda: True).allgather(None, "come")
+
+
+def test_without_a_supervisor_a_heartbeat_does_nothing() -> None:
+    beat.cache_clear()
+    heartbeat()
+    assert beat.cache_info().currsize == 1
+    beat.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run.yaml", "--seed", "1"], (["run.yaml", "--seed", "1"], [])),
+        (["-n", "2", "--", "python", "a.py", "--", "b"], (["", "-n", "2"], ["python", "a.py", "--", "b"])),
+        (["run.yaml", "--", "ls"], (["run.yaml"], ["ls"])),
+        (["--", "ls"], ([""], ["ls"])),
+    ],
+)
+def test_a_program_stands_behind_two_dashes(words: list[str], expected: tuple[list[str], list[str]]) -> None:
+    assert before_program(words) == expected
