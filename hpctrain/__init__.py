@@ -50,25 +50,34 @@ if TYPE_CHECKING:
     from hpctrain.reduce.torch_reducer import broadcast as torch_broadcast
     from hpctrain.reduce.torch_reducer import measured_reducer as torch_reducer
     from hpctrain.run.events import Event
+    from hpctrain.run.figures import Curve, Matrix
     from hpctrain.run.view import RunView
     from hpctrain.tasks.definition import KerasTask, TorchScheduler, TorchTask
+    from hpctrain.tasks.meters import Selected
     from hpctrain.track.sink import Sink
+    from hpctrain.train.confusion import F1, ConfusionMatrix
     from hpctrain.train.framework import StepResult
     from hpctrain.train.hooks import BaseHook, Hook, RateHook, StopReason
     from hpctrain.train.loop import RunSummary, Trainer
+    from hpctrain.train.metrics import Metric
+    from hpctrain.train.ranking import AUC, PrecisionRecallCurve, RocCurve
     from hpctrain.train.state import TrainState
     from hpctrain.train.stateful import PerRank
     from hpctrain.train.training import Training
 
 _HOMES = {
+    "AUC": "hpctrain.train.ranking:AUC",
     "BaseHook": "hpctrain.train.hooks:BaseHook",
     "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
+    "ConfusionMatrix": "hpctrain.train.confusion:ConfusionMatrix",
     "CurriculumSampler": "hpctrain.data.samplers:CurriculumSampler",
+    "Curve": "hpctrain.run.figures:Curve",
     "Dataset": "hpctrain.data.dataset:Dataset",
     "Epoch": "hpctrain.data.order:Epoch",
     "Event": "hpctrain.run.events:Event",
     "ExitCode": "hpctrain.errors:ExitCode",
+    "F1": "hpctrain.train.confusion:F1",
     "Field": "hpctrain.data.dataset:Field",
     "Group": "hpctrain.comm.group:Group",
     "Hook": "hpctrain.train.hooks:Hook",
@@ -79,18 +88,23 @@ _HOMES = {
     "LaneSampler": "hpctrain.data.samplers:LaneSampler",
     "LengthGroupedSampler": "hpctrain.data.samplers:LengthGroupedSampler",
     "Loaded": "hpctrain.checkpoint:Loaded",
+    "Matrix": "hpctrain.run.figures:Matrix",
+    "Metric": "hpctrain.train.metrics:Metric",
     "MonitorClock": "hpctrain.monitor.rank.clock:RingClock",
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
     "MonitorSession": "hpctrain.monitor.rank.session:Session",
     "NoRequeue": "hpctrain.errors:NoRequeue",
     "PerRank": "hpctrain.train.stateful:PerRank",
+    "PrecisionRecallCurve": "hpctrain.train.ranking:PrecisionRecallCurve",
     "RateHook": "hpctrain.train.hooks:RateHook",
     "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
     "Retention": "hpctrain.checkpoint:Retention",
+    "RocCurve": "hpctrain.train.ranking:RocCurve",
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
     "RunView": "hpctrain.run.view:RunView",
     "Saver": "hpctrain.checkpoint:Saver",
+    "Selected": "hpctrain.tasks.meters:Selected",
     "Sink": "hpctrain.track.sink:Sink",
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
@@ -122,10 +136,14 @@ _HOMES = {
 """Where each name is defined: module:attribute."""
 
 __all__ = [
+    "AUC",
+    "F1",
     "BaseHook",
     "CheckpointStore",
     "Config",
+    "ConfusionMatrix",
     "CurriculumSampler",
+    "Curve",
     "Dataset",
     "Epoch",
     "Event",
@@ -140,18 +158,23 @@ __all__ = [
     "LaneSampler",
     "LengthGroupedSampler",
     "Loaded",
+    "Matrix",
+    "Metric",
     "MonitorClock",
     "MonitorConfig",
     "MonitorSession",
     "NoRequeue",
     "PerRank",
+    "PrecisionRecallCurve",
     "RateHook",
     "ReduceConfig",
     "Retention",
+    "RocCurve",
     "RunFailed",
     "RunSummary",
     "RunView",
     "Saver",
+    "Selected",
     "Sink",
     "StepResult",
     "StopReason",
