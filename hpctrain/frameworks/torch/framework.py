@@ -442,9 +442,8 @@ def open_torch(
     require_same_kind(device, world)
     if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
-    apart = [one.value for one in kept_objects(task)]
-    others = {"loss": task.loss, "forward": task.forward, "step": task.step}
-    holdings = Holdings(task.optimizer, others, model, apart)
+    own = {"loss": task.loss, "forward": task.forward, "step": task.step}
+    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
     joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
