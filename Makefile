@@ -21,7 +21,8 @@ demo: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/bench
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not quiet" --ignore tests/unit --ignore tests/bench
+	$(BIN)/python -m pytest -m quiet tests/dist
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from hpctrain.data.packing.source import from_dataset
     from hpctrain.data.packing.write import write_hdf5
     from hpctrain.data.padding import pad
-    from hpctrain.data.samplers import CurriculumSampler, LengthGroupedSampler, WeightedSampler
+    from hpctrain.data.samplers import CurriculumSampler, LaneSampler, LengthGroupedSampler, WeightedSampler
     from hpctrain.data.stream import open_stream
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
+    from hpctrain.frameworks.torch.own_step import StepContext
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from hpctrain.train.metrics import Metric
     from hpctrain.train.ranking import AUC, PrecisionRecallCurve, RocCurve
     from hpctrain.train.state import TrainState
+    from hpctrain.train.stateful import PerRank
     from hpctrain.train.training import Training
 
 _HOMES = {
@@ -85,6 +87,7 @@ _HOMES = {
     "KerasGradients": "hpctrain.reduce.tensorflow_pieces:Pieces",
     "KerasReducer": "hpctrain.reduce.tensorflow_reducer:Reducer",
     "KerasTask": "hpctrain.tasks.definition:KerasTask",
+    "LaneSampler": "hpctrain.data.samplers:LaneSampler",
     "LengthGroupedSampler": "hpctrain.data.samplers:LengthGroupedSampler",
     "Loaded": "hpctrain.checkpoint:Loaded",
     "Matrix": "hpctrain.run.figures:Matrix",
@@ -93,6 +96,7 @@ _HOMES = {
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
     "MonitorSession": "hpctrain.monitor.rank.session:Session",
     "NoRequeue": "hpctrain.errors:NoRequeue",
+    "PerRank": "hpctrain.train.stateful:PerRank",
     "PrecisionRecallCurve": "hpctrain.train.ranking:PrecisionRecallCurve",
     "RateHook": "hpctrain.train.hooks:RateHook",
     "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
@@ -104,6 +108,7 @@ _HOMES = {
     "Saver": "hpctrain.checkpoint:Saver",
     "Selected": "hpctrain.tasks.meters:Selected",
     "Sink": "hpctrain.track.sink:Sink",
+    "StepContext": "hpctrain.frameworks.torch.own_step:StepContext",
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
     "TorchReducer": "hpctrain.reduce.torch_reducer:Reducer",
@@ -154,6 +159,7 @@ __all__ = [
     "KerasGradients",
     "KerasReducer",
     "KerasTask",
+    "LaneSampler",
     "LengthGroupedSampler",
     "Loaded",
     "Matrix",
@@ -162,6 +168,7 @@ __all__ = [
     "MonitorConfig",
     "MonitorSession",
     "NoRequeue",
+    "PerRank",
     "PrecisionRecallCurve",
     "RateHook",
     "ReduceConfig",
@@ -173,6 +180,7 @@ __all__ = [
     "Saver",
     "Selected",
     "Sink",
+    "StepContext",
     "StepResult",
     "StopReason",
     "TorchReducer",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.hook import CheckpointHook, checkpoint_hook
     from hpctrain.checkpoint.initial import load_initial
     from hpctrain.checkpoint.initial_match import Source
-    from hpctrain.checkpoint.inspect import summary_tree, tensor_differences, tensor_summaries
+    from hpctrain.checkpoint.inspect import everything, summary_tree, tensor_differences, tensor_summaries
     from hpctrain.checkpoint.policy import Retention
     from hpctrain.checkpoint.reading import Loaded
     from hpctrain.checkpoint.resume import load_weights
@@ -35,6 +35,7 @@ _MODULES = {
     "UnreadableCheckpoint": "format.layout",
     "array_tensors": "saver",
     "checkpoint_hook": "hook",
+    "everything": "inspect",
     "load_initial": "initial",
     "load_weights": "resume",
     "locate": "store",
@@ -57,6 +58,7 @@ __all__ = [
     "UnreadableCheckpoint",
     "array_tensors",
     "checkpoint_hook",
+    "everything",
     "load_initial",
     "load_weights",
     "locate",

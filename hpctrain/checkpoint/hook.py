@@ -13,9 +13,9 @@ import numpy as np
 
 from hpctrain.checkpoint.exports.weights import MODEL
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
-from hpctrain.checkpoint.hook_state import restore, state_of
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Source
+from hpctrain.checkpoint.object_state import OBJECTS, require_equal, restore, state_of
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
@@ -34,6 +34,7 @@ from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.state import Placement, StateTensor
+from hpctrain.train.stateful import HOOKS, Kept
 from hpctrain.train.training import Training
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
@@ -41,7 +42,8 @@ NOTHING = np.array([0, 0, 1], dtype=np.int64)
 
 PREPARATIONS = 2
 """First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
-that could not be saved, because it changes where nobody sees it, is reported before hours of training."""
+that could not be saved, because it changes where nobody sees it, is reported before hours of training. The task's own
+state is compared between ranks then."""
 
 
 class CheckpointHook(BaseHook):
@@ -62,6 +64,7 @@ class CheckpointHook(BaseHook):
         report: Callable[[Event], object],
         hooks: Sequence[Hook] = (),
         fresh: bool = False,
+        state: Sequence[Kept] = (),
     ) -> None:
         """
         Args:
@@ -72,13 +75,14 @@ class CheckpointHook(BaseHook):
             report: called with events, on rank 0; does not raise.
             hooks: whose state is saved and restored with the run's; they stand behind this one.
             fresh: do not resume.
+            state: further objects whose state is saved and restored.
         """
         self.store = store
         self.policy = policy
         self.config = config
         self.identity = identity
         self.report = report
-        self.hooks: Sequence[Hook] = (self, *hooks)
+        self.objects = [*state, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in (self, *hooks))]
         self.fresh = fresh
         self.saver: Saver | None = None
         self.agreement: Callable[[], Any] | None = None
@@ -88,6 +92,7 @@ class CheckpointHook(BaseHook):
         self.stall_s = 0.0
         self.saved_step: int | None = None
         self.preparations = 0
+        self.compared = 0
         self.due = False
         self.is_best = False
         self.best: float | None = None
@@ -96,7 +101,8 @@ class CheckpointHook(BaseHook):
 
     def before_fit(self, training: Training) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""
-        state_of(self.hooks)  # what cannot be saved is refused now
+        leaves = training.framework.leaves
+        state_of(self.objects, leaves)  # what cannot be saved is refused now
         self.constant = {
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
@@ -114,7 +120,7 @@ class CheckpointHook(BaseHook):
             self._report(Resumed(step=loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected))
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
-            self._say(f"state of hook {name} is left out: this run has none" for name in restore(self.hooks, loaded))
+            self._say(restore(self.objects, loaded, leaves, self.store.group, self.config.accept))
         elif self.config.init_from:
             source = Source(self.config.init_from, self.config.init_rename, self.config.init_missing)
             match = load_initial(source, training.framework)
@@ -136,6 +142,9 @@ class CheckpointHook(BaseHook):
     def end_step(self, training: Training) -> None:
         """Advances the checkpoint in flight, and begins one that is due."""
         assert self.saver is not None, "before_fit opens the saver"
+        if self.compared < PREPARATIONS:
+            self.compared += 1
+            require_equal(self.store.group, self.objects, training.framework.leaves, training.state.step)
         least = self._agreed()
         self._settle(self.saver.advance(least[:2]))
         state = training.state
@@ -148,7 +157,8 @@ class CheckpointHook(BaseHook):
         elif self.preparations < PREPARATIONS and self.saver.idle:
             self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
-                self.saver.prepare([*training.framework.state(), *state_of(self.hooks).tensors])
+                own = state_of(self.objects, training.framework.leaves)
+                self.saver.prepare([*training.framework.state(), *own.tensors])
         training.clock.mark(Phase.CHECKPOINT)
         late = time.monotonic() - self.last_s >= self._interval_s()
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)
@@ -205,20 +215,21 @@ class CheckpointHook(BaseHook):
         """Snapshot of all state at this step."""
         assert self.saver is not None, "before_fit opens the saver"
         begin = time.monotonic()
-        framework, step, hooks = training.framework, training.state.step, state_of(self.hooks)
-        tensors = framework.state()
+        framework, step = training.framework, training.state.step
+        objects = state_of(self.objects, framework.leaves)
+        tensors = [*framework.state(), *objects.tensors]
         if self.config.verify_replicated:
-            verify_replicated(self.store.group, [*tensors, *hooks.to_compare()], framework.synchronize, step)
+            verify_replicated(self.store.group, tensors, framework.synchronize, step)
         meta = {
             "state": training.state.to_json(),
-            "hooks": hooks.texts,
+            OBJECTS: objects.placements,
             "framework": framework.name,
             "best": self.is_best,
             "time": time.time(),
             "trained": trained_alone(tensors),
             **self.constant,
         }
-        self.saver.begin([*tensors, *hooks.tensors], step, meta, framework.synchronize)
+        self.saver.begin(tensors, step, meta, framework.synchronize)
         if self.is_best:
             self.best_steps.add(step)
         self.due = self.is_best = False
@@ -301,6 +312,7 @@ def checkpoint_hook(
     report: Callable[[Event], object],
     hooks: Sequence[Hook] = (),
     fresh: bool = False,
+    state: Sequence[Kept] = (),
 ) -> CheckpointHook:
     """The hook of a run.
 
@@ -313,12 +325,14 @@ def checkpoint_hook(
         report: called with events, on rank 0; does not raise.
         hooks: whose state is saved and restored with the run's.
         fresh: begin again although there are checkpoints.
+        state: further objects whose state is saved and restored.
     """
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
     attempt = current_attempt()
     store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: Attempts(run_dir).check_fence(attempt))
     identity = identity_of(config, global_batch, fingerprint)
-    return CheckpointHook(store, policy_of(config.checkpoint), config.checkpoint, identity, report, hooks, fresh)
+    policy = policy_of(config.checkpoint)
+    return CheckpointHook(store, policy, config.checkpoint, identity, report, hooks, fresh, state)
 
 
 def writers(mode: str, world: World) -> list[int]:

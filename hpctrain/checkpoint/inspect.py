@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.reading import Loaded
+from hpctrain.errors import UserError
+from hpctrain.train.tree import FLOATS, INTEGERS, STRUCTURE, put_together
+
+Arrays = dict[str, tuple[NDArray[Any], str]]
+"""Arrays and logical types by name."""
+NUMBERS = (STRUCTURE, INTEGERS, FLOATS)
+"""Tensors in which the state of an object is, besides its arrays."""
+MOST_TEXT = 200
+"""Characters of such a state that are shown to people."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class Summary:
     most: float | None
     nans: int
     infinities: int
+    text: str | None = None
+    """What an object said its state is, as JSON; its arrays by their names in angle brackets."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +79,62 @@ def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
     """Of all tensors below a prefix, by name: below model/dense1 are model/dense1/kernel and model/dense1.weight."""
     prefix = prefix.rstrip("/")
     below = (f"{prefix}/", f"{prefix}.")
-    names = sorted(name for name in loaded.arrays if not prefix or name == prefix or name.startswith(below))
-    return [summarize(name, loaded.arrays[name], loaded.dtypes[name]) for name in names]
+    arrays, texts = everything(loaded), object_texts(loaded)
+    names = sorted(name for name in arrays if not prefix or name == prefix or name.startswith(below))
+    return [replace(summarize(name, *arrays[name]), text=texts.get(name)) for name in names]
+
+
+def everything(loaded: Loaded) -> Arrays:
+    """Arrays and logical types by name, those of single ranks included."""
+    of_ranks = {
+        f"{name} (rank {rank})": (array, loaded.dtypes[name])
+        for name, values in loaded.of_ranks.items()
+        for rank, array in values.items()
+    }
+    return {name: (array, loaded.dtypes[name]) for name, array in loaded.arrays.items()} | of_ranks
+
+
+def object_texts(loaded: Loaded) -> dict[str, str]:
+    """What objects said their state is, by the name of its structure; see train.tree."""
+    ranks = sorted({rank for values in loaded.of_ranks.values() for rank in values})
+    views: list[tuple[str, Mapping[str, NDArray[Any]]]] = [("", loaded.arrays)]
+    for rank in ranks:
+        own = {name: values[rank] for name, values in loaded.of_ranks.items() if rank in values}
+        views.append((f" (rank {rank})", own))
+    texts = {}
+    for suffix, arrays in views:
+        for name in arrays:
+            group, _, last = name.rpartition("/")
+            if last == STRUCTURE and group:
+                parts = {part: arrays[f"{group}/{part}"] for part in NUMBERS if f"{group}/{part}" in arrays}
+                with suppress(UserError):
+                    value = put_together(parts, lambda leaf, kind: f"<{leaf}>", group)
+                    texts[name + suffix] = json.dumps(value)
+    return texts
 
 
 def tensor_differences(first: Loaded, second: Loaded) -> list[Difference]:
     """Tensors that are not the same bits in both, by name."""
-    found = [compare(name, first, second) for name in sorted(first.arrays.keys() | second.arrays.keys())]
+    before, after = everything(first), everything(second)
+    found = [compare(name, before, after) for name in sorted(before.keys() | after.keys())]
     return [difference for difference in found if difference]
 
 
 @np.errstate(all="ignore")
-def compare(name: str, first: Loaded, second: Loaded) -> Difference | None:
+def compare(name: str, first: Arrays, second: Arrays) -> Difference | None:
     """How one tensor differs, or None."""
-    if name not in second.arrays:
+    if name not in second:
         return Difference(name, "only in the first")
-    if name not in first.arrays:
+    if name not in first:
         return Difference(name, "only in the second")
-    before, after = first.arrays[name], second.arrays[name]
+    (before, old_type), (after, new_type) = first[name], second[name]
     if before.shape != after.shape:
         return Difference(name, "shape")
-    if first.dtypes[name] != second.dtypes[name]:
+    if old_type != new_type:
         return Difference(name, "type")
     if before.tobytes() == after.tobytes():
         return None
-    gap = np.abs(numbers(after, second.dtypes[name]) - numbers(before, first.dtypes[name]))
+    gap = np.abs(numbers(after, new_type) - numbers(before, old_type))
     finite = gap[np.isfinite(gap)]
     changed = int((bits(before) != bits(after)).any(axis=-1).sum())
     return Difference(name, "values", float(finite.max()) if finite.size else None, changed)
@@ -120,6 +164,9 @@ def summary_tree(found: Sequence[Summary]) -> Iterator[str]:
 def describe(one: Summary) -> str:
     """Type, shape and numbers of a tensor."""
     text = f"{one.dtype:<9} {list(one.shape)!s:<18}"
+    if one.text is not None:
+        shown = one.text if len(one.text) <= MOST_TEXT else f"{one.text[:MOST_TEXT]} ..."
+        return f"{text} {shown}"
     if one.mean is not None:
         text += f" min {one.least:<11.4g} mean {one.mean:<11.4g} max {one.most:<11.4g}"
     odd: Mapping[str, int] = {"NaN": one.nans, "infinite": one.infinities}

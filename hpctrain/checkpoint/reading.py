@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from hpctrain.checkpoint.format.shard import read_shard, view_of
 from hpctrain.checkpoint.patience import read_among
 from hpctrain.comm.group import Group
 from hpctrain.run import step_folder
+from hpctrain.train.stateful import STATE
+from hpctrain.train.tree import STRUCTURE
 
 RANDOM = "rng/"
 """Prefix of random states, which mean nothing to another number of ranks."""
@@ -48,6 +50,8 @@ class Loaded:
     """Logical types by name."""
     rejected: tuple[Rejected, ...] = ()
     """Newer checkpoints that were found damaged, newest first."""
+    of_ranks: Mapping[str, Mapping[int, NDArray[Any]]] = field(default_factory=dict)
+    """If the number of ranks differs from the saved one: what each rank had of the task's own state, by name."""
 
 
 def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
@@ -68,9 +72,9 @@ def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
         except DamagedCheckpoint as error:
             rejected.append(Rejected(step, error.what))
             continue
-        arrays = share(manifest, images, holders, group)
+        arrays, of_ranks = share(manifest, images, holders, group)
         dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
-        return Loaded(step, folder, manifest.ranks, manifest.meta, arrays, dtypes, tuple(rejected))
+        return Loaded(step, folder, manifest.ranks, manifest.meta, arrays, dtypes, tuple(rejected), of_ranks)
     reasons = "; ".join(found.reason for found in rejected)
     fix = "restore the folder from a backup, or begin again with --fresh"
     raise DamagedCheckpoint(f"{path} has no sound checkpoint: {reasons}", fix)
@@ -78,6 +82,10 @@ def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
 
 Images = dict[int, NDArray[np.uint8]]
 """Shards in memory, by index."""
+Arrays = dict[str, NDArray[Any]]
+"""By name."""
+OfRanks = dict[str, dict[int, NDArray[Any]]]
+"""By name and rank."""
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
@@ -96,30 +104,37 @@ def read_shards(folder: Path, shards: Sequence[Shard], group: Group) -> tuple[Im
     return read_among(group, len(shards), lambda index: read_shard(folder, shards[index]), f"verify {folder.name}")
 
 
-def share(manifest: Manifest, images: Images, holders: Sequence[int], group: Group) -> dict[str, NDArray[Any]]:
-    """Arrays by name for this rank, from the shards that the ranks hold between them. Collective.
+def share(manifest: Manifest, images: Images, holders: Sequence[int], group: Group) -> tuple[Arrays, OfRanks]:
+    """Arrays by name for this rank, and what has a rule of its own, from the ranks' shards. Collective.
 
     Args:
         images: this rank's shards.
         holders: for each shard the rank that holds it.
     """
-    arrays: dict[str, NDArray[Any]] = {}
-    of_ranks: dict[str, dict[int, NDArray[Any]]] = {}
+    arrays: Arrays = {}
+    of_ranks: OfRanks = {}
     for index, shard in enumerate(manifest.shards):
         image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
         group.broadcast_array(image, f"send {shard.file}", root=holders[index])
         take(shard, image, arrays, of_ranks, group.rank if manifest.ranks == group.size else None)
     for name, values in of_ranks.items():
-        if not name.startswith(RANDOM):
-            arrays[name] = merged([values[rank] for rank in sorted(values)], group.rank)
-    return arrays
+        if not name.startswith((RANDOM, STATE)):
+            fit = same(of_ranks.get(f"{name.rpartition('/')[0]}/{STRUCTURE}", {}))
+            of_one = values[sorted(values)[group.rank % len(values)]]
+            arrays[name] = merged([values[rank] for rank in sorted(values)], group.rank) if fit else of_one
+    return arrays, {name: values for name, values in of_ranks.items() if name.startswith(STATE)}
+
+
+def same(values: Mapping[int, NDArray[Any]]) -> bool:
+    """Whether all ranks had the same; then what belongs together by it can be merged."""
+    return len({value.tobytes() for value in values.values()}) < 2
 
 
 def take(
     shard: Shard,
     image: NDArray[np.uint8],
-    arrays: dict[str, NDArray[Any]],
-    of_ranks: dict[str, dict[int, NDArray[Any]]],
+    arrays: Arrays,
+    of_ranks: OfRanks,
     rank: int | None,
 ) -> None:
     """Adds replicated values and this rank's to ``arrays``, or if ``rank`` is None every rank's to ``of_ranks``."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from hpctrain.checkpoint.format.files import REFUSED, judged
+from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import refuse_changes
@@ -14,6 +15,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
 from hpctrain.train.state import TrainState
+from hpctrain.train.stateful import Kept
 
 
 def resume(
@@ -71,8 +73,12 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
     return store.steps()
 
 
-def load_weights(framework: Framework, store: CheckpointStore, step: int | None = None) -> Loaded:
+def load_weights(
+    framework: Framework, store: CheckpointStore, step: int | None = None, state: Sequence[Kept] = ()
+) -> Loaded:
     """Loads a checkpoint, by default the newest sound one, to evaluate or predict with. Collective; changes no file.
+
+    State that only the task or only the checkpoint has is left as it is.
 
     Raises:
         UserError: there is none, or it is of another model.
@@ -80,4 +86,5 @@ def load_weights(framework: Framework, store: CheckpointStore, step: int | None 
     """
     loaded = store.load(step)
     framework.load(loaded.arrays)
+    restore(state, loaded, framework.leaves, store.group, accepted=["state"])
     return loaded

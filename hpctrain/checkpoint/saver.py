@@ -214,12 +214,16 @@ class Saver:
 
     def _plan(self, tensors: Sequence[StateTensor]) -> tuple[list[Piece], int]:
         """This rank's pieces, and about how many bytes all ranks write."""
-        owner = {Placement.RANK: self.group.rank, Placement.REPLICATED: None}
-        specs = [TensorSpec(it.name, tuple(it.shape), it.dtype, owner[it.placement]) for it in tensors]
-        check_tensors(specs)
-        replicated = [spec for spec in specs if spec.rank is None]
-        own = [Piece(spec, 0, spec.rows) for spec in specs if spec.rank is not None]
-        total = sum(spec.num_bytes for spec in replicated) + self.group.size * sum(piece.num_bytes for piece in own)
+        specs: dict[Placement, list[TensorSpec]] = {placement: [] for placement in Placement}
+        for it in tensors:
+            owner = self.group.rank if it.placement is Placement.RANK else None
+            specs[it.placement].append(TensorSpec(it.name, tuple(it.shape), it.dtype, owner))
+        check_tensors([spec for each in specs.values() for spec in each])
+        num_bytes = {placement: sum(spec.num_bytes for spec in each) for placement, each in specs.items()}
+        total = sum(num_bytes.values()) + (self.group.size - 1) * num_bytes[Placement.RANK]
+        whole = specs[Placement.RANK] + (specs[Placement.FIRST] if self.group.rank == 0 else [])
+        own = [Piece(spec, 0, spec.rows) for spec in whole]
+        replicated = specs[Placement.REPLICATED]
         if self.group.rank not in self.writers:
             return own, total
         return partition(replicated, len(self.writers))[self.writers.index(self.group.rank)] + own, total

@@ -277,7 +277,7 @@ class Group:
 
     def _send(self, arrays: Arrays, rank: int, what: str, timeout_s: float) -> None:
         assert self.comm
-        rows = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        rows = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         head = json.dumps({name: [array.shape, array.dtype.str] for name, array in rows.items()}).encode()
         size = np.array([len(head)], dtype=np.int64)
         messages: list[NDArray[Any]] = [size, np.frombuffer(head, np.uint8), *rows.values()]

@@ -136,11 +136,12 @@ def inspect(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Compares two checkpoints."""
-    from hpctrain.checkpoint import tensor_differences
+    from hpctrain.checkpoint import everything, tensor_differences
 
     first, second = load(args.first), load(args.second)
     found = tensor_differences(first, second)
-    same = len(first.arrays.keys() & second.arrays.keys()) - sum(not one.kind.startswith("only") for one in found)
+    in_both = everything(first).keys() & everything(second).keys()
+    same = len(in_both) - sum(not one.kind.startswith("only") for one in found)
     amounts = [f" ({one.changed} differ, by at most {one.largest})" if one.changed else "" for one in found]
     lines = [f"{one.name}: {one.kind}{amount}" for one, amount in zip(found, amounts, strict=True)]
     different = [dataclasses.asdict(one) for one in found]

@@ -118,6 +118,7 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     from hpctrain.rank.problem import make_problem
     from hpctrain.run.folder import RunDir
     from hpctrain.train.clock import IntervalClock
+    from hpctrain.train.stateful import kept_state
 
     with session.phase("read the run file"):
         config = load(args.run_file, args.overrides)
@@ -128,5 +129,5 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
         store = CheckpointStore(RunDir.for_config(config).checkpoints, group=session.world.everyone)
-        loaded = load_weights(framework, store, args.step)
+        loaded = load_weights(framework, store, args.step, kept_state(problem.task.state))
         yield config, framework, problem, loaded.step

@@ -295,7 +295,8 @@ class CheckpointConfig:
     them in another shape. Others are refused."""
     accept: tuple[str, ...] = ()
     """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
-    train.epochs. On the command line: --accept KEY."""
+    train.epochs, or state.NAME for state that only the task or only the checkpoint has. On the command line: --accept
+    KEY."""
 
     def __post_init__(self) -> None:
         for key in ("every_steps", "every_epochs", "keep_last", "keep_every_steps"):

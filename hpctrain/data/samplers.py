@@ -100,6 +100,26 @@ class CurriculumSampler:
         return np.concatenate([epoch.rng.permutation(easiest) for _ in range(rounds)])[: epoch.num_samples]
 
 
+@dataclass(frozen=True)
+class LaneSampler:
+    """Samples that continue each other, such as stretches of a text, for state carried from batch to batch.
+
+    The dataset, in its order, is cut into as many lanes as a global batch has samples, and each batch holds the next
+    sample of every lane: sample i of a batch continues sample i of the batch before. Every lane stays with its rank.
+    Samples that fill no whole batch are left out. The order is that of all epochs.
+    """
+
+    def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
+        """int64[lanes * samples of a lane]: the samples of an epoch; raises UserError if a lane has none."""
+        lanes, length = epoch.global_batch, epoch.num_samples // epoch.global_batch
+        if not length:
+            raise UserError(
+                f"LaneSampler: {epoch.num_samples} samples are fewer than the {lanes} lanes of a global batch",
+                "use a smaller global batch, or cut the data into shorter samples",
+            )
+        return np.arange(lanes * length).reshape(lanes, length).T.ravel()
+
+
 def one_each(name: str, values: Numbers, epoch: Epoch) -> NDArray[Any]:
     """The numbers as an array; raises UserError if there is not one for each sample."""
     array = np.asarray(values)

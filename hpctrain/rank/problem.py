@@ -26,7 +26,9 @@ from hpctrain.rank.staged import staged_args
 from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
+from hpctrain.train.hooks import Hook
 from hpctrain.train.plan import global_batch
+from hpctrain.train.stateful import kept_state
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """Of a set of validation data."""
@@ -92,6 +94,8 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     else:
         from hpctrain.frameworks.tensorflow.losses import as_loss
     own = has_own_step(task)
+    require_hooks(task)
+    kept_state(task.state)  # what cannot be kept is refused before anything else is made
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
     require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras", own)
@@ -191,3 +195,12 @@ def require_same_data(problem: Problem, world: World) -> None:
             f"ranks {', '.join(map(str, others[:8]))} read other training data than rank 0",
             "look for old copies on node-local disks, and for task functions and samplers that draw data at random",
         )
+
+
+def require_hooks(task: Task) -> None:
+    """Raises UserError if one of the task's hooks is not a hook."""
+    for hook in task.hooks:
+        if isinstance(hook, type) or not isinstance(hook, Hook):
+            name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
+            what = f"hooks= of the task holds {'the class' if isinstance(hook, type) else 'a'} {name}"
+            raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")

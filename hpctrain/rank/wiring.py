@@ -47,6 +47,7 @@ from hpctrain.train.plateau import Plateau
 from hpctrain.train.profile import Profile, Profiler
 from hpctrain.train.schedule import Schedule, make_schedule
 from hpctrain.train.state import TrainState
+from hpctrain.train.stateful import kept_state
 from hpctrain.train.verify import VerifyWeights
 
 if TYPE_CHECKING:
@@ -115,11 +116,13 @@ def make_hooks(
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
-    stateful = [*early_stop, *rate_hooks(config, problem.task), *own_hooks(problem.task), *more]
+    stateful = [*early_stop, *rate_hooks(config, problem.task), *problem.task.hooks, *more]
     stateful += [DataPosition(data)] if data is not None else []
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
-        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, writer.append, stateful, fresh))
+        state = kept_state(problem.task.state)
+        report = writer.append
+        hooks.append(checkpoint_hook(config, world, run_dir, batch, fingerprint, report, stateful, fresh, state))
     hooks += stateful  # behind what restores their state
     if config.track.profile.first_step is not None:
         hooks.append(Profile(config.track.profile, profiler_of(problem.task), session.warn))
@@ -146,16 +149,6 @@ def rate_hooks(config: Config, task: Task) -> list[RateHook]:
     from hpctrain.frameworks.torch.scheduler import SchedulerHook
 
     return [SchedulerHook(task.schedule, task.optimizer)]
-
-
-def own_hooks(task: Task) -> list[Hook]:
-    """The task's. Raises UserError if one of them is not a hook."""
-    for hook in task.hooks:
-        if isinstance(hook, type) or not isinstance(hook, Hook):
-            name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
-            what = f"hooks= of the task holds {'the class' if isinstance(hook, type) else 'a'} {name}"
-            raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")
-    return list(task.hooks)
 
 
 def profiler_of(task: Task) -> Profiler:

@@ -64,6 +64,9 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
         weights = Path(folder) / "weights.safetensors"
         export_safetensors(loaded, weights, Selection(averaged=config.train.ema_decay is not None))
         framework, problem = restore(config, str(weights))
+        if isinstance(problem.task.model, Mapping):
+            what = f"the task has several models ({', '.join(problem.task.model)}), and a registered model is one"
+            raise UserError(what, "write their weights with hpctrain ckpt export")
         batch = example(problem)
         data = RunView(run_dir.path).history()
         started = data.last(RunStarted)

@@ -69,6 +69,7 @@ def style(colours: Mapping[str, str]) -> str:
         ".line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .ring { fill: none; stroke-width: 1.6; }",
         ".dotted { stroke-dasharray: 1.6 3; } .dashed { stroke-dasharray: 6 3; }",
         ".area { stroke: none; fill-opacity: .75; } .band { stroke: none; fill-opacity: .15; }",
+        f".count {{ fill: {colours['text']}; }}",
         ".middle { text-anchor: middle; } .end { text-anchor: end; }",
     ]
     for index in range(8):

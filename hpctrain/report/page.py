@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
 from hpctrain.report.summary import Span, make_spans, summarize
 from hpctrain.run import RunHistory
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Straggler
+from hpctrain.run.figures import Curve, Figure, Figures
 from hpctrain.run.pictures import Picture
 
 
@@ -36,15 +38,20 @@ class Section:
     rows: Sequence[Sequence[Any]]
 
 
-def make_sections(data: RunHistory, heat: Mapping[str, NDArray[np.float64]]) -> list[Section]:
+def make_sections(
+    data: RunHistory, heat: Mapping[str, NDArray[np.float64]], figures: Figures | None = None
+) -> list[Section]:
     """All charts of one run.
 
     Args:
         data: what the run folder holds.
         heat: per-rank maps by title, float64[ranks, windows] in percent.
+        figures: curves and matrices of the newest evaluation.
     """
     attempts = make_spans(data)
     sections = [_lines(plot) for plot in line_plots(data, attempts)]
+    if figures is not None:
+        sections += [_figure(name, figure, figures.step) for name, figure in figures.figures.items()]
     stack = phase_plot(data)
     if stack:
         sections.append(_stack(stack))
@@ -141,6 +148,18 @@ def _lines(plot: LinePlot) -> Section:
     chart = svg.lines(plot.title, plot.curves, plot.x_label, plot.marks, plot.from_zero)
     rows = [(curve.name, x, y) for curve in plot.curves for x, y in zip(curve.x, curve.y, strict=True)]
     return Section(plot.key, chart, ("curve", plot.x_label, "value"), rows)
+
+
+def _figure(name: str, figure: Figure, step: int) -> Section:
+    key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
+    if isinstance(figure, Curve):
+        drawn = svg.Curve(name, figure.x, figure.y)
+        chart = svg.lines(title, [drawn], f"across: {figure.x_label}; up: {figure.y_label}", from_zero=True)
+        rows: list[Sequence[Any]] = list(zip(figure.x, figure.y, strict=True))
+        return Section(key, chart, (figure.x_label, figure.y_label), rows)
+    chart = svg.confusion(title, figure.labels, figure.counts)
+    rows = [(label, *counts) for label, counts in zip(figure.labels, figure.counts, strict=True)]
+    return Section(key, chart, ("true class", *(f"taken for {label}" for label in figure.labels)), rows)
 
 
 def _stack(plot: StackPlot) -> Section:

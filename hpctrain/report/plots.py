@@ -57,7 +57,8 @@ def line_plots(data: RunHistory, attempts: Sequence[Span]) -> list[LinePlot]:
     losses = {name: data.train[name] for name in ("loss",) if name in data.train}
     if "loss" in data.metrics:
         losses["validation loss"] = data.metrics["loss"]
-    others = {name: series for name, series in data.metrics.items() if name != "loss"}
+    losses |= {f"validation {name}": series for name, series in data.metrics.items() if name.endswith("/loss")}
+    others = {name: series for name, series in data.metrics.items() if not f"/{name}".endswith("/loss")}
     wanted = [
         ("loss", "Loss", losses, False),
         ("metrics", "Validation metrics", others, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,6 +21,8 @@ SPAN_HEIGHT = 40
 """Of a bar on a time line with the line of text above it."""
 NAME_LENGTH = 110
 """Characters of that text that fit."""
+NAMES, NAME, ROOM, LETTER = 120, 16, 16, 6.5
+"""Of a confusion matrix: pixels for names beside it, characters of one, pixels of a line of text, and of a letter."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,38 @@ def heat_map(title: str, values: NDArray[np.float64], x_label: str, y_label: str
     legend = f"{low:.3g} to {high:.3g} {escape(unit)}; orange: above 0, blue: below"
     body.append(f'<text class="tick end" x="{WIDTH - RIGHT}" y="{height - 6}">{legend}</text>')
     return Chart(title, height, "".join(body), f'data-z="{low:.17g} {high:.17g}"')
+
+
+def confusion(title: str, labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
+    """Counts of true classes (rows) against predicted ones; the darker, the larger the part of its row.
+
+    Each cell carries its count in a ``data-`` attribute; it is written there if it fits.
+    """
+    size = len(labels)
+    side = min(40.0, (WIDTH - NAMES - RIGHT) / size)
+    every = max(1, math.ceil(ROOM / side))
+    height = TOP + BOTTOM + ROOM + size * side
+    body = [_x_label("rows: true classes; columns: predicted", height)]
+    for row, name in enumerate(labels):
+        y, whole = TOP + ROOM + row * side, sum(counts[row]) or 1
+        if row % every == 0:
+            short = escape(name if len(name) <= NAME else name[: NAME - 1] + "…")
+            body.append(f'<text class="tick end" x="{NAMES - 6}" y="{y + side / 2 + 4:.1f}">{short}</text>')
+            place = NAMES + (row + 0.5) * side
+            short = escape(name if len(name) * LETTER <= side * every else str(row))
+            body.append(f'<text class="tick middle" x="{place:.1f}" y="{TOP + ROOM - 4}">{short}</text>')
+        for column, count in enumerate(counts[row]):
+            x, told = NAMES + column * side, f"{name} taken for {labels[column]}: {count}"
+            colour, share = "below" if row == column else "above", count / whole
+            body.append(
+                f'<rect class="cell {colour}" x="{x:.1f}" y="{y:.1f}" width="{side:.2f}" height="{side:.2f}" '
+                f'fill-opacity="{0.04 + 0.7 * share:.2f}" data-value="{count}"><title>{escape(told)}</title></rect>'
+            )
+            if len(str(count)) * LETTER <= side and side >= ROOM:
+                body.append(
+                    f'<text class="count middle" x="{x + side / 2:.1f}" y="{y + side / 2 + 4:.1f}">{count}</text>'
+                )
+    return Chart(title, height, "".join(body))
 
 
 def time_line(title: str, spans: Sequence[Span], x_label: str) -> Chart:

@@ -56,7 +56,7 @@ class Figures:
 
 
 def write_figures(path: Path, found: Figures, root: Path) -> None:
-    """In place of those of the evaluation before. Raises OSError."""
+    """In place of those of the evaluation before. Raises RunFailed."""
     kinds = {name: as_json(figure) for name, figure in found.figures.items()}
     write_atomically(path, json.dumps({"step": found.step, "figures": kinds}, allow_nan=False).encode(), root)
 

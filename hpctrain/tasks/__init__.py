@@ -2,5 +2,5 @@
 
 ``definition`` is what a task function returns, ``loading`` finds the function, ``blame`` puts errors of its code into
 sentences, ``meters`` tells which metrics keep a state. The other files are tasks that come with the package, templates
-like those in ``starters``: ``torch_digits``, ``tensorflow_digits`` and ``torch_chartext``.
+like those in ``starters``: ``torch_digits``, ``tensorflow_digits``, ``torch_chartext`` and ``torch_gan``.
 """

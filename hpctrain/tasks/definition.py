@@ -9,6 +9,7 @@ from typing import Any, Literal
 from hpctrain.errors import UserError
 from hpctrain.tasks.meters import is_stateful
 from hpctrain.train.hooks import Hook
+from hpctrain.train.stateful import HOOKS, Kept, PerRank, Stateful, kept_state
 
 Score = Any
 """A scalar tensor, the mean over the batch's samples; or two, (sum, weight), if samples weigh differently."""
@@ -74,6 +75,9 @@ class Task:
     n in all epochs. ``epoch`` is an ``hpctrain.Epoch``; WeightedSampler and others are ready-made."""
     hooks: Sequence[Hook] = ()
     """Attached to the training loop behind hpctrain's own; their state is part of checkpoints."""
+    state: Mapping[str, Stateful | PerRank] = field(default_factory=dict)
+    """Other objects whose state is part of checkpoints, by name: each has ``state_dict`` and ``load_state_dict``. Rank
+    0's is saved, and all ranks take it over; ``PerRank(object)`` is each rank's own."""
 
     @property
     def mean_metrics(self) -> dict[str, Callable[[Any, Any], Score]]:
@@ -92,3 +96,8 @@ class TorchTask(Task):
 
 class KerasTask(Task):
     """A task whose model is a Keras 3 model on the TensorFlow backend."""
+
+
+def kept_objects(task: Task) -> list[Kept]:
+    """A task's objects whose state is saved by names of their own. Raises UserError if ``state`` holds others."""
+    return [*kept_state(task.state), *(Kept(f"{HOOKS}{hook.name}", hook) for hook in task.hooks)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.errors import RunFailed
 from hpctrain.run import provenance
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.run.figures import Figures, write_figures
@@ -90,8 +91,8 @@ class EventsHook(BaseHook):
         path = RunDir(training.folder).figures
         try:
             write_figures(path, Figures(training.state.step, figures), training.folder)
-        except OSError as error:
-            self.writer.say(f"{path} cannot be written: {error.strerror}; the report will lack these curves")
+        except RunFailed as error:
+            self.writer.say(f"{error.what}; the report will lack the curves of step {training.state.step}")
 
     def tell_not_numbers(self, training: Training, metrics: Mapping[str, float]) -> None:
         """Once for each metric."""

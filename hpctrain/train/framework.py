@@ -12,6 +12,7 @@ from hpctrain.data import Samples
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import Factors
 from hpctrain.train.state import StateTensor
+from hpctrain.train.tree import Leaves
 
 HostBatch = Mapping[str, NDArray[Any]]
 """A rank's part of a global batch: arrays with a leading sample axis."""
@@ -44,6 +45,10 @@ class Framework(Protocol):
     @property
     def name(self) -> str:
         """``torch`` or ``tensorflow``."""
+
+    @property
+    def leaves(self) -> Leaves:
+        """What state of objects may hold: its tensors are the framework's."""
 
     @property
     def reducer_name(self) -> str | None:

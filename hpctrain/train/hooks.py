@@ -33,8 +33,8 @@ class Hook(Protocol):
       same calls.
     - A reason to stop must be returned by all ranks at the same step: decide from what is equal on all ranks, such as
       the step or validation metrics, or agree by a collective first.
-    - ``state_dict`` returns equal state on all ranks. ``state_dict``, ``load_state_dict`` and ``close`` talk to no
-      other rank.
+    - ``state_dict`` returns equal state on all ranks: rank 0's is saved. ``state_dict``, ``load_state_dict`` and
+      ``close`` talk to no other rank.
     - An exception on one rank ends the run on all.
     """
 
@@ -98,7 +98,8 @@ class Hook(Protocol):
         continues.
 
         Returns:
-            Values of JSON, NaN and infinity included, and NumPy arrays of numbers, of any shape; keys without slashes.
+            A dict of numbers, strings, bytes, None, NumPy arrays and the framework's tensors, and of dicts, lists and
+            tuples of these.
         """
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -107,7 +108,7 @@ class Hook(Protocol):
         Called before ``before_fit``, and only if the run is resumed from a checkpoint that has state of this hook.
 
         Args:
-            saved: as JSON gives it back (tuples became lists); arrays may be kept and changed.
+            saved: what ``state_dict`` returned, as copies that may be kept and changed.
         """
 
     def close(self) -> None:

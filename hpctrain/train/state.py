@@ -54,6 +54,8 @@ class Placement(StrEnum):
     """Equal on every rank: parameters, optimizer, EMA, loss scale."""
     RANK = "rank"
     """Each rank's own: random states, BatchNorm statistics on CPU."""
+    FIRST = "first"
+    """Rank 0's, which all ranks take over at a resume: state of hooks and of a task's own objects."""
 
 
 class StateTensor(Protocol):

@@ -71,6 +71,8 @@ CASES = [
     pytest.param("torch", 4, {"save": {"mode": "sync"}}, id="torch-4-sync"),
     pytest.param("torch", 2, {"task": f"{TASK['torch']}:holding"}, id="torch-2-held-state"),
     pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:holding"}, id="keras-2-held-state"),
+    pytest.param("torch", 2, {"task": f"{TASK['torch']}:declared"}, id="torch-2-declared-state"),
+    pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:declared"}, id="keras-2-declared-state"),
     pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
     pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
     pytest.param("tensorflow", 4, {"save": {"writers": "node"}}, id="keras-4-writers-node"),
@@ -130,6 +132,13 @@ def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs: 
     counts = [arrays["held/optimizer/own/count"] for arrays in saved]
     calls = [arrays["held/model/extra/2/integers"][0] for arrays in saved]
     assert counts == [5, 8] and calls == [10, 16]  # two micro-batches a step
+
+
+@pytest.mark.world_size(2)
+def test_state_that_each_rank_has_of_its_own_and_does_not_say_so_is_told_after_a_step(runs: Runs) -> None:
+    told = runs.attempt("run", 2, check=False, task=f"{TASK['torch']}:unwrapped")
+    assert "state 'lanes' of the task differs between ranks 0 and 1 after 1 steps" in told.output
+    assert "PerRank" in told.output and not runs.events("run", "checkpoint_saved")
 
 
 @pytest.mark.world_size(2)

@@ -54,7 +54,7 @@ def test_ranks_that_misbehave(
 
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 3, "on_hang": "abort"})
-    hpctrain("run", "-n", 2, path, code=70)
+    hpctrain("run", "-n", 2, path, code=70, warm="torch")
     answer = explained(tmp_path)
     assert answer["cause"] == "hang", answer
     assert "rank 1" in said(answer)
@@ -62,7 +62,7 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
 
 def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path, train={"steps": 1000}, track={"every_steps": 1})
-    with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as run:
+    with started("run", "-n", 2, path, env={"STEP_S": "0.05"}, warm="torch") as run:
         wait_for("step", reaches_step(tmp_path / "run", 2))
         (tmp_path / "run" / "STOP").touch()
         run.communicate(timeout=60)
@@ -73,12 +73,12 @@ def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
 
 def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path)
-    hpctrain("run", "-n", 2, path)
+    hpctrain("run", "-n", 2, path, warm="torch")
     for shard in (tmp_path / "run" / "checkpoints").glob("step-*/*.h5"):
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 0xFF
         shard.write_bytes(content)
-    assert hpctrain("run", "-n", 2, path, code=None).returncode != 0
+    assert hpctrain("run", "-n", 2, path, code=None, warm="torch").returncode != 0
     answer = explained(tmp_path)
     assert answer["cause"] == "damaged_checkpoint", answer
 
@@ -101,7 +101,7 @@ os.open = no_shards
 
 def test_checkpoints_that_the_file_system_does_not_give(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path)
-    hpctrain("run", "-n", 2, path)
+    hpctrain("run", "-n", 2, path, warm="torch")
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
     (tmp_path / "sitecustomize.py").write_text(UNREADABLE)
     hpctrain("run", "-n", 2, path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, code=70)
@@ -109,13 +109,13 @@ def test_checkpoints_that_the_file_system_does_not_give(tmp_path: Path) -> None:
     assert answer["cause"] == "unreadable_checkpoint", answer
     assert "Input/output error" in said(answer)
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == checkpoints
-    hpctrain("run", "-n", 2, path)
+    hpctrain("run", "-n", 2, path, warm="torch")
 
 
 def test_a_run_that_fails_again_and_again(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path, "raise", launch={"max_failures": 2}, checkpoint={"enabled": False})
     for code in (70, 76):
-        hpctrain("run", "-n", 2, path, code=code)
+        hpctrain("run", "-n", 2, path, code=code, warm="torch")
     answer = explained(tmp_path)
     assert answer["cause"] in ("no_progress", "exception"), answer
     assert "2 attempts in a row" in said(answer)
@@ -181,6 +181,10 @@ def test_what_is_not_known_is_said_to_be_unknown(ended: Callable[[str], Ended], 
     shutil.copytree(ended("kill").run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "ranks")
     (tmp_path / "run" / "run.json").unlink()
+    events = tmp_path / "run" / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    old = [json.dumps(line | {"time": line["time"] - 120}) for line in lines]  # fresh ones may be of a live run
+    events.write_text("".join(f"{line}\n" for line in old))
     assert explained(tmp_path)["cause"] == "unknown"
 
 

@@ -37,7 +37,7 @@ def test_ranks_see_disjoint_parts_of_all_samples_in_the_same_global_order(ranks:
         train={"epochs": 2, "global_batch": 12},
         reduce={"kind": "mpi"} if ranks > 1 else {},
     )
-    hpctrain("run", "-n", ranks, run, cwd=tmp_path)
+    hpctrain("run", "-n", ranks, run, cwd=tmp_path, warm="torch")
     seen = {
         int(path.name.split("-")[1]): [list(map(int, line.split())) for line in path.read_text().splitlines()]
         for path in tmp_path.glob("seen-*")
@@ -63,7 +63,7 @@ def test_horovods_own_timeline_shows_the_gradients_bytes(tmp_path: Path) -> None
         train={"steps": 5, "global_batch": 64},
         reduce={"kind": "horovod"},
     )
-    hpctrain("run", "-n", 2, run, cwd=tmp_path, env={"HOROVOD_TIMELINE": str(timeline)})
+    hpctrain("run", "-n", 2, run, cwd=tmp_path, env={"HOROVOD_TIMELINE": str(timeline)}, warm="torch")
     text = timeline.read_text().rstrip().rstrip(",")
     entries = json.loads(text if text.endswith("]") else text + "]")
     reduced = [entry for entry in entries if str(entry.get("name", "")).endswith("ALLREDUCE") and entry["ph"] == "B"]
@@ -90,5 +90,5 @@ def test_without_the_exchange_the_ranks_drift_apart(tmp_path: Path) -> None:
         train={"epochs": 1, "global_batch": 12},
         reduce={"kind": "mpi"},
     )
-    hpctrain("run", "-n", 2, run, cwd=tmp_path)
+    hpctrain("run", "-n", 2, run, cwd=tmp_path, warm="torch")
     assert len({word["weights_hash"] for word in last_words(tmp_path / "runs/run")}) == 2

@@ -10,13 +10,14 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from sklearn.metrics import f1_score, jaccard_score, precision_score, roc_auc_score
 
 from tests.support.command import hpctrain, last_words, write_run
 from tests.support.mpi import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
-EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "evaluated", "joined")
+EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "evaluated", "judged", "joined")
 """What must not depend on the number of ranks."""
 ELSEWHERE = ("fp16-wire", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
 
@@ -135,6 +136,30 @@ def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> Non
     np.testing.assert_allclose(found["outputs"], wanted["outputs"], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+    found = results(ranks)["judged"]
+    classes = np.array(found["classes"])
+    (said, *others), outputs = found["metrics"], np.array(found["outputs"], np.float32)
+    assert all(other == said for other in others)
+    one_hot = np.eye(3)[classes]
+    assert said["auc"] == pytest.approx(roc_auc_score(classes == 0, outputs[:, 0]), abs=1e-12)
+    assert said["f1"] == pytest.approx(f1_score(classes, outputs.argmax(1), average="macro"), abs=1e-12)
+    assert [said[f"keras_f1/{label}"] for label in range(3)] == pytest.approx(
+        f1_score(classes, outputs.argmax(1), average=None), rel=1e-5
+    )
+    chances = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)
+    assert said["keras_auc"] == pytest.approx(roc_auc_score(one_hot.ravel(), chances.ravel()), abs=0.01)
+    assert said["iou"] == pytest.approx(jaccard_score(classes, outputs.argmax(1), average="macro"), rel=1e-5)
+    weights = np.repeat(found["weights"], 3)
+    wanted = precision_score(one_hot.ravel(), chances.ravel() > 0.5, sample_weight=weights)
+    assert said["precision"] == pytest.approx(wanted, rel=1e-5)
+    assert {"hard/auc", "hard/f1", "hard/loss"} <= set(said)
+    for name in ("keras_auc", "iou", "precision"):
+        assert said[name] == pytest.approx(results(1)["judged"]["metrics"][0][name], rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2)])
 def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     program = ROOT / "examples" / "own_loop_keras.py"
@@ -149,7 +174,7 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
 def test_a_subclassed_transformer_trains_and_is_exported(tmp_path: Path) -> None:
     task = f"{ROOT}/tests/support/tensorflow_subclassed_task.py:task"
     run = write_run(tmp_path, task=task, train={"steps": 3, "global_batch": 24}, checkpoint={"every_steps": 3})
-    hpctrain("run", "-n", 2, run, cwd=tmp_path)
+    hpctrain("run", "-n", 2, run, cwd=tmp_path, warm="tensorflow")
     assert len({word["weights_hash"] for word in last_words(tmp_path / "runs/run")}) == 1
     hpctrain("ckpt", "export", "runs/run", "-o", "model.weights.h5", cwd=tmp_path)
     with h5py.File(tmp_path / "model.weights.h5") as exported:

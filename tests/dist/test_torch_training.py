@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import f1_score, roc_auc_score
 
+from tests.support import torch_own_steps as own
 from tests.support.mpi import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -17,9 +19,12 @@ ROOT = Path(__file__).parents[2]
 REDUCERS = ("auto", "mpi", "horovod", "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
 OPTIONS = ("accumulate", "clip", "weighted")
 """What must not depend on the number of ranks, either."""
+OWN_STEPS = ("own", "own-pairs", "own-rows")
+"""Tasks with steps of their own."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
-    "evaluated", "noises", "overflowing", "interrupted", "rehearsed",
+    "evaluated", "judged", "noises", "overflowing", "interrupted", "rehearsed",
+    "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow",
 )  # fmt: skip
 
 pytestmark = pytest.mark.world_size(4)
@@ -34,8 +39,8 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
-    more = {1: ("evaluated", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("tables",)}[ranks]
-    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", *more)
+    more = {1: ("evaluated", "judged", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("judged", "tables")}[ranks]
+    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *OWN_STEPS, "joined", *more)
     return found
 
 
@@ -85,6 +90,39 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
     assert {found["placed"][f"model/{name}"] for name in ("1.running_mean", "5.num_batches_tracked")} == {"replicated"}
     totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
     np.testing.assert_allclose(*totals, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scenario", "kind"),
+    [
+        *((ranks, "own", "gan") for ranks in (1, 2, 4)),
+        *((ranks, scenario, "pairs") for ranks in (1, 2, 4) for scenario in ("own-pairs", "own-rows")),
+        *((2, scenario, "gan") for scenario in ("own-horovod", "own-accumulate")),
+        (2, "own-weighted", "weighted"),
+    ],
+)
+def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str, kind: str) -> None:
+    found = results(ranks)[scenario]
+    wanted = {
+        "gan": lambda: own.plain(own.plain_gan, own.gan, 8),
+        "pairs": lambda: own.plain(own.plain_pairs, lambda: own.one(own.whole_step), 8),
+        "weighted": lambda: own.plain(own.plain_weighted, lambda: own.one(own.weighted_step), 8),
+    }[kind]()
+    np.testing.assert_allclose(found["weights"], wanted, rtol=1e-12, atol=1e-12)
+    assert len(set(found["hashes"])) == 1
+
+
+def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
+    for said in results(2)["own-apart"]["said"]:
+        assert said == [
+            "the ranks' steps differ: rank 0 ends its step, and rank 1 calls ctx.update()",
+            "the ranks' steps differ: rank 0 calls ctx.update(), and rank 1 calls ctx.gather",
+            "the ranks' steps differ: rank 0 ends its step, and rank 1 passes gradients back through ctx.gather",
+        ]
+
+
+def test_an_overflow_leaves_out_the_update_of_its_optimizer_on_all_ranks() -> None:
+    assert results(2)["own-overflow"]["moved"] == [[True, False], [True, False]]
 
 
 def test_clipping_and_weights_matter() -> None:
@@ -160,6 +198,20 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
 
     assert means(one) == pytest.approx(means(two), rel=1e-5)
     np.testing.assert_allclose(one["outputs"], two["outputs"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
+    found = results(ranks)["judged"]
+    classes = np.array(found["classes"])
+    (said, *others), outputs = found["metrics"], np.array(found["outputs"], np.float32)
+    assert all(other == said for other in others)
+    assert said["auc"] == pytest.approx(roc_auc_score(classes == 0, outputs[:, 0]), abs=1e-12)
+    assert said["f1"] == pytest.approx(f1_score(classes, outputs.argmax(1), average="macro"), abs=1e-12)
+    assert said["hits/share"] == pytest.approx((outputs.argmax(1) == classes).mean())
+    assert said["median"] == np.sort(outputs, axis=None)[(outputs.size - 1) // 2]
+    assert {"hard/auc", "hard/f1", "hard/loss"} <= set(said)
+    assert found["figures"] == ["confusion", "hard/confusion"]
 
 
 def test_noise_and_statistics_are_each_ranks_own() -> None:

@@ -26,7 +26,7 @@ def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path: Path) -> 
     )
     with on_a_terminal("watch", path) as terminal:
         terminal.wait_for("word that it has not begun", lambda picture: "not started" in picture)
-        with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as run:
+        with started("run", "-n", 2, path, env={"STEP_S": "0.05"}, warm="torch") as run:
             terminal.wait_for("bars of both ranks", lambda picture: len(re.findall(r"\n +[01] \S.*█", picture)) == 2)
             assert terminal.end() == 0
             assert run.wait(30) == 0

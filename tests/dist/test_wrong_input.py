@@ -32,7 +32,7 @@ from tests.support.command import (
 from tests.support.mpi import Result, rank_environment, run_in_group
 
 pytestmark = pytest.mark.world_size(2)
-run_on_two = functools.partial(hpctrain, "run", "-n", 2, code=None)
+run_on_two = functools.partial(hpctrain, "run", "-n", 2, code=None, warm="torch")
 
 
 def refused(result: Result, code: int, *parts: str) -> None:

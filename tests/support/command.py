@@ -19,6 +19,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
 from hpctrain.run.view import RunView
 from tests.support.mpi import Result, rank_environment, run_in_group
+from tests.support.warm_ranks import variables
 
 PROJECT = Path(__file__).parents[2]
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
@@ -31,10 +32,14 @@ def hpctrain(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
     code: int | None = 0,
+    warm: str = "",
 ) -> Result:
-    """Runs a command to its end; fails the test unless it ends with ``code`` (None: any)."""
+    """Runs a command to its end; fails the test unless it ends with ``code`` (None: any).
+
+    With ``warm``, "torch" or "tensorflow", ranks under mpirun have imported that framework before.
+    """
     command = [*HPCTRAIN, *map(str, words)]
-    result = run_in_group(command, environment(env), cwd, timeout)
+    result = run_in_group(command, environment(_ready(warm) | dict(env or {})), cwd, timeout)
     if code is not None:
         assert result.returncode == code, f"exit {result.returncode}: {' '.join(command)}\n{result.output}"
     return result
@@ -42,12 +47,12 @@ def hpctrain(
 
 @contextmanager
 def started(
-    *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None, warm: str = ""
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command under way; whatever is left of it at the end is killed."""
+    """A command under way; whatever is left of it at the end is killed. ``warm`` as above."""
     child = subprocess.Popen(
         [*HPCTRAIN, *map(str, words)],
-        env=environment(env),
+        env=environment(_ready(warm) | dict(env or {})),
         cwd=cwd,
         text=True,
         errors="replace",
@@ -72,6 +77,10 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     made = rank_environment({"PYTHONPATH": str(PROJECT), **(extra or {})})
     del made["OMP_NUM_THREADS"]
     return made
+
+
+def _ready(warm: str) -> dict[str, str]:
+    return variables(warm, rank_environment({"PYTHONPATH": str(PROJECT)})) if warm else {}
 
 
 def write_run(folder: Path, **keys: Any) -> Path:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.stateful import PerRank
 from tests.support.checkpoint_data import augment, data
 
 
@@ -75,6 +76,34 @@ def holding() -> KerasTask:
     made = plain()
     both = Both(keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.SGD(0.02, momentum=0.5))
     return KerasTask(made.model, Centred(), both, data(), data(40), transform=augment)
+
+
+class Lanes:
+    """What each rank remembers of its own samples."""
+
+    def __init__(self) -> None:
+        self.last = tf.Variable(tf.zeros(3))
+
+    def __call__(self, logits: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Cross-entropy, turned by what was remembered."""
+        shift = 0.1 * self.last
+        self.last.assign(tf.reduce_mean(logits, 0))
+        return loss(logits - shift, batch)
+
+    def state_dict(self) -> dict[str, tf.Variable]:
+        """See PerRank."""
+        return {"last": self.last}
+
+    def load_state_dict(self, saved: dict[str, tf.Tensor]) -> None:
+        """See PerRank."""
+        self.last.assign(saved["last"])
+
+
+def declared() -> KerasTask:
+    """State of each rank, declared by the task."""
+    made, lanes = plain(), Lanes()
+    state = {"lanes": PerRank(lanes)}
+    return KerasTask(made.model, lanes, made.optimizer, data(), transform=augment, state=state)
 
 
 def drawing() -> KerasTask:

@@ -100,11 +100,14 @@ def make_framework(
     kind: str = "auto",
     reduce: Any = (),
     choice: Callable[[ReduceConfig, World], ReducerChoice] = ReducerChoice,
+    metrics: Any = None,
+    state: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> KerasFramework:
     """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
     begin_task(7, train.get("precision", "fp32"), world.local_rank)
-    task = KerasTask(model(), loss, optimizer(), None, metrics={"accuracy": accuracy})
+    judges = metrics or {"accuracy": accuracy}
+    task = KerasTask(model(), loss, optimizer(), None, metrics=judges, state=state or {})
     settings = TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train)
     config = Config(
         name="test",

@@ -42,6 +42,12 @@ def global_batches(count: int) -> Iterator[Batch]:
         yield {name: array[begin : begin + GLOBAL_BATCH] for name, array in everything.items()}
 
 
+def part_of_rank(batch: Batch, world: World) -> Batch:
+    """Of a global batch."""
+    rows = part_of(len(batch["x"]), world.data.rank, world.data.size)
+    return {name: array[rows] for name, array in batch.items()}
+
+
 def perceptron(inputs: int, outputs: int) -> nn.Module:
     """In double precision."""
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
@@ -144,9 +150,7 @@ def train(framework: TorchFramework, steps: int, begin: int = 0) -> list[dict[st
     group = framework.world.data
     reported = []
     for batch in list(global_batches(steps))[begin:]:
-        rows = part_of(len(batch["x"]), group.rank, group.size)
-        mine = {name: array[rows] for name, array in batch.items()}
-        sums = framework.step([mine], len(batch["x"])).sums()
+        sums = framework.step([part_of_rank(batch, framework.world)], len(batch["x"])).sums()
         totals = group.sum(np.array([sums[name] for name in sorted(sums)]), "average what is reported")
         reported.append({name: pair[0] / pair[1] for name, pair in zip(sorted(sums), totals, strict=True)})
     return reported

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.stateful import PerRank
 from tests.support.checkpoint_data import augment, data, global_noise
 
 
@@ -91,6 +94,64 @@ class Scaled(nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         """See Module."""
         self.calls = state["calls"]
+
+
+class Lanes:
+    """What each rank remembers of its own samples, and a count that all share."""
+
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+        self.count = 0
+
+    def __call__(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Cross-entropy, turned by what was remembered."""
+        shift = 0.0 if self.last is None else self.last
+        if logits.requires_grad:
+            self.last = logits.detach().mean(0)
+            self.count += 1
+        return functional.cross_entropy(logits - 0.1 * shift, batch["y"])
+
+    def state_dict(self) -> dict[str, object]:
+        """See PerRank."""
+        return {"last": self.last, "count": self.count, "note": "x" * self.count}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """See PerRank."""
+        assert saved["note"] == "x" * saved["count"]
+        self.last, self.count = saved["last"], saved["count"]
+
+
+class Level:
+    """Rises with each step, on all ranks alike."""
+
+    def __init__(self) -> None:
+        self.level = 0.0
+
+    def state_dict(self) -> dict[str, object]:
+        """See Stateful."""
+        return {"level": self.level, "names": ["a", None]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """See Stateful."""
+        self.level = saved["level"]
+
+
+def declared() -> TorchTask:
+    """State of both kinds, declared by the task."""
+    made, lanes, level = plain(), Lanes(), Level()
+
+    def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        level.level += 0.25 * logits.requires_grad
+        return lanes(logits, batch) * (1 + level.level)
+
+    state = {"lanes": PerRank(lanes), "level": level}
+    return TorchTask(made.model, loss, made.optimizer, data(), transform=augment, state=state)
+
+
+def unwrapped() -> TorchTask:
+    """Each rank's own, which it does not say."""
+    made, lanes = plain(), Lanes()
+    return TorchTask(made.model, lanes, made.optimizer, data(), state={"lanes": lanes})
 
 
 def holding() -> TorchTask:

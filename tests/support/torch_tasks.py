@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -156,13 +156,16 @@ def make_framework(
     way: str | None = None,
     choice: Callable[[ReduceConfig, World, str | None], ReducerChoice] = ReducerChoice,
     reduce: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> TorchFramework:
     """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate."""
     seed(3)
     made = model()
     more = {} if forward is None else {"forward": forward}
-    task = TorchTask(made, loss, optimizer(made), train=None, metrics={"accuracy": accuracy}, **more)
+    judges, held = metrics or {"accuracy": accuracy}, state or {}
+    task = TorchTask(made, loss, optimizer(made), None, metrics=judges, state=held, **more)
     config = Config(
         name="test",
         task="a:b",

@@ -1,8 +1,8 @@
 """Ranks without the seconds that importing a framework takes: a process that has imported it forks them.
 
-mpirun starts a stand-in for each rank (``stand_in.py``), which hands its arguments, environment, folder and standard
-streams to that process, and passes signals on to the fork and its end back. To MPI the fork is the rank. All forks
-share the seed of Python's hashes; otherwise they are what ranks that mpirun has started are.
+mpirun starts a stand-in for each rank (``warm/stand_in.py``), which hands its arguments, environment, folder and
+standard streams to that process, and passes signals on to the fork and its end back. To MPI the fork is the rank. All
+forks share the seed of Python's hashes; otherwise they are what ranks that mpirun has started are.
 
     python -m tests.support.warm_ranks SOCKET FRAMEWORK
 """
@@ -35,6 +35,7 @@ MODULES = {
     "tensorflow": ("hpctrain.frameworks.tensorflow.framework", "tests.support.tensorflow_tasks"),
 }
 """What is imported beforehand for programs of a framework."""
+STAND_IN = Path(__file__).parent / "warm" / "stand_in.py"
 COMMON = ("hpctrain.rank.wiring", "hpctrain.checkpoint.hook")
 START_S = 120.0
 
@@ -75,8 +76,14 @@ def end(parent: subprocess.Popen[bytes], folder: Path) -> None:
 def command(framework: str, environment: Mapping[str, str]) -> list[str]:
     """What mpirun starts in place of Python, before the program and its arguments."""
     path = preloaded(framework, tuple(sorted(environment.items())))
-    stand_in = Path(__file__).with_name("stand_in.py")
-    return [sys.executable, "-I", "-S", str(stand_in), str(path)]
+    return [sys.executable, "-I", "-S", str(STAND_IN), str(path)]
+
+
+def variables(framework: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which `hpctrain run` has such ranks, whatever its own way of starting them."""
+    path = preloaded(framework, tuple(sorted(environment.items())))
+    search = f"{STAND_IN.parent}{os.pathsep}{environment['PYTHONPATH']}"
+    return {"WARM_RANKS": str(path), "PYTHONPATH": search}
 
 
 def serve(path: str) -> Order:
@@ -156,13 +163,23 @@ def become(order: Order) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv = list(order.argv)
-    sys.path[0] = str(Path(order.argv[0]).parent)
     importlib.import_module("numpy").random.seed()
+
+
+def run(argv: Sequence[str]) -> None:
+    """A program, as ``python FILE ...`` or ``python -P -m MODULE ...`` would."""
+    if argv[0] == "-m":
+        del sys.path[0], sys.argv[0]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
     die_with_parent()
     for module in (*COMMON, *MODULES[sys.argv[2]]):
         importlib.import_module(module)
-    become(serve(sys.argv[1]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    asked = serve(sys.argv[1])
+    become(asked)
+    run(asked.argv)

@@ -25,7 +25,7 @@ ROOMS: dict[str, str] = {
     "train": "errors config comm run data",
     "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
-    "checkpoint": "errors system config comm run data train frameworks",
+    "checkpoint": "errors system config comm run data train tasks frameworks",
     "monitor": "errors system config comm run train",
     "track": "errors system run train",
     "rank": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track",
@@ -40,7 +40,7 @@ ROOMS: dict[str, str] = {
     "report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
-    "__init__": "errors config comm run data reduce train tasks checkpoint monitor track rank",
+    "__init__": "errors config comm run data reduce train tasks frameworks checkpoint monitor track rank",
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 

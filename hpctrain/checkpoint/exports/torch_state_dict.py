@@ -38,7 +38,11 @@ def extra_state(loaded: Loaded) -> dict[str, Any]:
             of_modules.setdefault(module, {})[part] = name
 
     def value(module: str, names: dict[str, str]) -> Any:
-        def leaf(part: str, kind: Any) -> torch.Tensor:
+        def leaf(part: str, kind: str) -> Any:
+            if kind == "bytes":
+                return loaded.arrays[names[part]].tobytes()
+            if kind == "number":
+                return loaded.arrays[names[part]].item()
             if kind == "array":
                 raise UserError(
                     f"{keys[module]} holds NumPy arrays, which a .pt file cannot without a pickle",

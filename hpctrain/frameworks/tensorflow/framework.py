@@ -21,6 +21,7 @@ from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.tensorflow.dry_call import try_batch
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
+from hpctrain.frameworks.tensorflow.leaves import KerasLeaves
 from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
@@ -38,7 +39,7 @@ from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
-from hpctrain.tasks.definition import KerasTask
+from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, Sums
@@ -46,6 +47,7 @@ from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+from hpctrain.train.stateful import unchanged
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class KerasFramework:
         self.joint = ready.joint
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
         self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
+        self.objects, self.leaves = kept_objects(task), KerasLeaves()
         self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages, ready.joint)
         decay = train.ema_decay or 0.0
         self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
@@ -203,7 +206,8 @@ class KerasFramework:
         before = [np.array(tensor.host_view()) for tensor in changed]
         random = {name: np.array(array) for name, array in host_random_state().items()}
         try:
-            yield
+            with unchanged(self.objects, self.leaves):
+                yield
         finally:
             for tensor, value in zip(changed, before, strict=True):
                 tensor.assign(value)
@@ -327,9 +331,9 @@ def open_keras(
     task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
     others = {"loss": task.loss, "forward": task.forward}
-    named = Named(
-        task.model, Holdings(task.optimizer, others, task.model, [noise.state]), noise, joint.variables if joint else ()
-    )
+    apart = [one.value for one in kept_objects(task)]
+    held = Holdings(task.optimizer, others, task.model, [noise.state], apart)
+    named = Named(task.model, held, noise, joint.variables if joint else ())
     tensors = named.tensors()
     require_different_names(tensors)
     described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]

@@ -44,6 +44,7 @@ class Holdings:
         others: what sees each rank's own samples, by name: the loss, ``forward``.
         model: its own variables are not looked at.
         known: other variables that are saved by other names.
+        apart: objects that are saved under names of their own: they are not gone into.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Holdings:
         others: Mapping[str, Any],
         model: keras.Model,
         known: Iterable[tf.Variable],
+        apart: Iterable[Any] = (),
     ) -> None:
         self.optimizer = optimizer
         self.others = others
         self.model = model
         self.known = list(known)
+        self.apart = {id(each) for each in apart}
         self.made_with = {tensor.name for tensor in self.found()}
 
     def tensors(self) -> list[VariableTensor]:
@@ -79,8 +82,8 @@ class Holdings:
         seen = {id(native(variable)) for variable in (*self.model.variables, *self.known)}
         everything = [
             *(each for path, one in optimizers_in(self.optimizer).items() for each in self.of_optimizer(path, one)),
-            *held_variables("optimizer", self.optimizer, Placement.REPLICATED),
-            *(each for name, value in self.others.items() for each in held_variables(name, value, Placement.RANK)),
+            *self.held("optimizer", self.optimizer, Placement.REPLICATED),
+            *(each for name, value in self.others.items() for each in self.held(name, value, Placement.RANK)),
         ]
         found = []
         for tensor in everything:
@@ -88,6 +91,16 @@ class Holdings:
                 seen.add(id(tensor.variable))
                 found.append(tensor)
         return found
+
+    def held(self, root: str, value: Any, placement: Placement) -> Iterator[VariableTensor]:
+        """Variables in attributes, closures and globals; weights of layers are equal on all ranks."""
+        for place in Reach(lambda each: is_end(each) or id(each) in self.apart).places(value):
+            for name, variable, is_weight in variables_at(place) if id(place.value) not in self.apart else ():
+                shared = Placement.REPLICATED if is_weight else placement
+                dtype = native(variable).dtype
+                if dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex:
+                    kind = "rng/held" if isinstance(place.value, GENERATORS) else "held"
+                    yield VariableTensor(f"{kind}/{root}/{name or 'itself'}", native(variable), shared)
 
     def of_optimizer(self, path: str, optimizer: keras.optimizers.Optimizer) -> list[VariableTensor]:
         """Of one, with its path before the names of slots."""
@@ -108,17 +121,6 @@ class Holdings:
 def native(variable: Any) -> Any:
     """The tf.Variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def held_variables(root: str, value: Any, placement: Placement) -> Iterator[VariableTensor]:
-    """Variables in attributes, closures and globals; weights of layers are equal on all ranks."""
-    for place in Reach(is_end).places(value):
-        for name, variable, is_weight in variables_at(place):
-            shared = Placement.REPLICATED if is_weight else placement
-            dtype = native(variable).dtype
-            if dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex:
-                kind = "rng/held" if isinstance(place.value, GENERATORS) else "held"
-                yield VariableTensor(f"{kind}/{root}/{name or 'itself'}", native(variable), shared)
 
 
 def variables_at(place: Place) -> list[tuple[str, Any, bool]]:

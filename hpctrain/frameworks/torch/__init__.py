@@ -1,6 +1,7 @@
 """PyTorch: ``framework`` trains a model; ``state``, ``optimizer`` and ``holdings`` name its tensors.
 
-``losses`` and ``scheduler`` adapt what a task brings, and ``profiler`` writes traces.
+``losses``, ``scheduler`` and ``shares`` adapt what a task brings; ``updates`` is one optimizer's part of a step, and
+``own_step`` what a task's own step does with it. ``profiler`` writes traces.
 """
 
 from __future__ import annotations

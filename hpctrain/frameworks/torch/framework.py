@@ -30,6 +30,7 @@ from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.own_step import OwnSteps, Setting, own_models
 from hpctrain.frameworks.torch.shares import ONLY, Share, shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
+from hpctrain.frameworks.torch.spoken import TorchLeaves
 from hpctrain.frameworks.torch.state import (
     TorchTensor,
     digest,
@@ -46,7 +47,7 @@ from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
-from hpctrain.tasks.definition import TorchTask
+from hpctrain.tasks.definition import TorchTask, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, StepResult, Sums
@@ -54,6 +55,7 @@ from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, StateTensor
+from hpctrain.train.stateful import unchanged
 
 STEPS = "step/done"
 """Of the state: calls of a task's own step."""
@@ -104,6 +106,7 @@ class TorchFramework:
         self.model = ready.model
         self.optimizer: Any = ready.task.optimizer
         self.holdings = ready.holdings
+        self.objects = kept_objects(ready.task)
         self.optimizer_state = ready.optimizer_state
         self.reducers = ready.reducers
         self.reducer = ready.reducer
@@ -128,6 +131,10 @@ class TorchFramework:
             setting = Setting(models, self.device, self.trained, train.accumulate, world.data, self.low_precision)
             optimizers = [part.optimizer for part in ready.optimizer_state.every]
             self.own = OwnSteps(ready.task, setting, optimizers)
+
+    @property
+    def leaves(self) -> TorchLeaves:
+        return self.holdings.leaves
 
     @property
     def reducer_name(self) -> str | None:
@@ -231,13 +238,14 @@ class TorchFramework:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """What forward passes in the body change in the model, the loss and the random states is put back."""
+        """What forward passes in the body change in model, loss, the task's objects and random states is put back."""
         buffers_of = [(dict(module._buffers), module) for module in self.model.modules()]
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
         held = self.holdings.snapshot()
         try:
-            yield
+            with unchanged(self.objects, self.leaves):
+                yield
         finally:
             for buffers, module in buffers_of:
                 module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
@@ -434,7 +442,8 @@ def open_torch(
     require_same_kind(device, world)
     if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
-    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward, "step": task.step}, model)
+    own = {"loss": task.loss, "forward": task.forward, "step": task.step}
+    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
     joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, clock: StepClock) -> Tensor:
-        ctx.group, ctx.clock, ctx.rows = group, clock, len(tensor)
+    def forward(ctx: Any, tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
+        ctx.group, ctx.clock, ctx.agree, ctx.rows = group, clock, agree, len(tensor)
         host = tensor.detach().cpu().contiguous()
         values = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
         ctx.begin = sum(group.allgather(len(tensor), "say how many rows they gather")[: group.rank])
@@ -26,23 +27,25 @@ class _Gather(torch.autograd.Function):
         return rows.to(tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         ctx.clock.mark(Phase.BACKWARD)
+        ctx.agree()
         wide = gradient.to("cpu", torch.float32 if gradient.dtype in HALVES else gradient.dtype).contiguous()
         total = ctx.group.sum(wide.numpy(), "sum the gradients of gathered rows")
         ctx.clock.mark(Phase.EXCHANGE)
         own = torch.from_numpy(total[ctx.begin : ctx.begin + ctx.rows])
-        return own.to(gradient.device, gradient.dtype), None, None
+        return own.to(gradient.device, gradient.dtype), None, None, None
 
 
-def gathered(tensor: Tensor, group: Group, clock: StepClock) -> Tensor:
+def gathered(tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
     """The rows of all ranks, in rank order. Collective, and so is the backward pass.
 
     Args:
         tensor: [n, ...], equal on all ranks but for n.
         group: the ranks.
         clock: told of the time that is spent together.
+        agree: called before ranks do something together in the backward pass.
     """
-    rows: Tensor = _Gather.apply(tensor, group, clock)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Gather.apply(tensor, group, clock, agree)  # type: ignore[no-untyped-call]
     return rows

@@ -21,17 +21,18 @@ from hpctrain.frameworks.torch.optimizer import Part
 from hpctrain.frameworks.torch.spoken import (
     GENERATORS,
     Generator,
+    TorchLeaves,
     below,
     extra_states,
     extra_tensors,
     speaks,
-    tree_tensors,
-    tree_value,
 )
 from hpctrain.frameworks.torch.state import TorchTensor, module_tensors
 from hpctrain.train.reach import Place, Reach, own_attributes, plain_key
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import Placement, StateTensor
+from hpctrain.train.stateful import value_of
+from hpctrain.train.tree import Leaves, tree_tensors, tree_value
 
 PLAIN_MODULE = frozenset(vars(Module())) - {"_modules"}
 """Attributes that torch itself gives every module."""
@@ -94,17 +95,19 @@ class Holdings:
         optimizer: the task's; equal on all ranks.
         others: what sees each rank's own samples, by name: the loss, ``forward``.
         model: its own tensors are not looked at, its extra state is.
+        apart: objects that are saved under names of their own: they are not gone into.
 
     Raises:
         UserError: the extra state of a module cannot be put back.
     """
 
-    def __init__(self, optimizer: Any, others: Mapping[str, Any], model: Module) -> None:
+    def __init__(self, optimizer: Any, others: Mapping[str, Any], model: Module, apart: Iterable[Any] = ()) -> None:
         own = [Root(name, value, is_shared=False) for name, value in others.items()]
         self.roots = [Root("optimizer", optimizer, is_shared=True), *own]
         self.model = model
         self.names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
         self.modules = {id(module) for module in model.modules()}
+        self.apart = {id(each) for each in apart}
         self.reach = Reach(self._is_end, attributes, self._key_name)
         self.extra_state = extra_states("model", "", model)
         self.made_with: dict[str, str] = {}
@@ -134,6 +137,8 @@ class Holdings:
         found = Found({}, {}, {})
         inner = set(self.modules)
         for place in self.reach.places(root.value):
+            if id(place.value) in self.apart:
+                continue
             if isinstance(place.value, Module):
                 if id(place.value) not in inner:
                     inner |= {id(module) for module in place.value.modules()}
@@ -163,7 +168,7 @@ class Holdings:
             found = self.find(root)
             held = [tensor for tensor in module_state(root, found) if tensor.tensor.data_ptr() not in memory]
             memory |= {tensor.tensor.data_ptr() for tensor in held}
-            tensors += [*held, *speaker_state(root, found)]
+            tensors += [*held, *speaker_state(root, found, self.leaves)]
             for path, place in found.loose.items():
                 name = loose_name(root, path)
                 if isinstance(place.value, Tensor) and place.value.data_ptr() in memory:
@@ -174,7 +179,7 @@ class Holdings:
                     self.moving.add(name)
                     tensors.append(loose_tensor(name, place, root.placement_of(place)))
         self._refuse_late(late, updates)
-        return tensors + extra_tensors(self.extra_state)
+        return tensors + extra_tensors(self.extra_state, self.leaves)
 
     def _refuse_late(self, late: dict[str, str], updates: int) -> None:
         """Raises UserError if what was not there from the start is not there once and for all either."""
@@ -191,10 +196,10 @@ class Holdings:
 
     def snapshot(self) -> dict[str, NDArray[Any]]:
         """Copies, for ``load``, of all that forward passes may change, whether they have or not."""
-        tensors = extra_tensors(self.extra_state)
+        tensors = extra_tensors(self.extra_state, self.leaves)
         for root in self.roots[1:]:
             found = self.find(root)
-            tensors += [*module_state(root, found), *speaker_state(root, found)]
+            tensors += [*module_state(root, found), *speaker_state(root, found, self.leaves)]
             places = [(path, place) for path, place in found.loose.items() if can_put(place)]
             tensors += [loose_tensor(loose_name(root, path), place, Placement.RANK) for path, place in places]
         return {tensor.name: value_of(tensor) for tensor in tensors}
@@ -206,7 +211,6 @@ class Holdings:
             UserError: something was saved for which there is no place, or which does not fit.
         """
         taken: set[str] = set()
-        device = next(self.model.parameters()).device
         for root in self.roots:
             found = self.find(root)
             held = [tensor for tensor in module_state(root, found) if tensor.name in arrays]
@@ -214,15 +218,20 @@ class Holdings:
             taken |= {tensor.name for tensor in held}
             for path, speaker in found.speakers.items():
                 if tree := below(speaker_name(root, path, speaker), arrays, taken):
-                    speaker.load_state_dict(tree_value(tree, type(speaker).__name__, device))
+                    speaker.load_state_dict(tree_value(tree, self.leaves, f"the state of {type(speaker).__name__}"))
             for path, place in found.loose.items():
                 if (name := loose_name(root, path)) in arrays:
                     put_back(place, arrays[name])
                     taken.add(name)
         for name, module in self.extra_state:
             if tree := below(name, arrays, taken):
-                module.set_extra_state(tree_value(tree, type(module).__name__, device))
+                module.set_extra_state(tree_value(tree, self.leaves, f"the extra state of {type(module).__name__}"))
         refuse_unplaced(arrays, taken)
+
+    @property
+    def leaves(self) -> TorchLeaves:
+        """With the model's device, as it is by now."""
+        return TorchLeaves(next(self.model.parameters()).device)
 
     def reseed(self, seed: int) -> None:
         """Begins other streams of the random generators that are held."""
@@ -231,7 +240,8 @@ class Holdings:
             generator.reseed(derive(seed, number))
 
     def _is_end(self, value: Any) -> bool:
-        return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or id(value) in self.modules or speaks(value)
+        is_saved = id(value) in self.modules or id(value) in self.apart
+        return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or is_saved or speaks(value)
 
     def _key_name(self, key: Any) -> str | None:
         """Parameters, and their ids, by their names; else strings and numbers."""
@@ -248,7 +258,7 @@ def module_state(root: Root, found: Found) -> list[TorchTensor]:
     ]
 
 
-def speaker_state(root: Root, found: Found) -> list[StateTensor]:
+def speaker_state(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]:
     """What objects say their state is."""
     return [
         tensor
@@ -257,6 +267,7 @@ def speaker_state(root: Root, found: Found) -> list[StateTensor]:
             speaker_name(root, path, speaker),
             speaker.state_dict(),
             Placement.RANK if isinstance(speaker, Generator) else root.placement,
+            leaves,
             f"the state of {type(speaker).__name__}",
         )
     ]
@@ -275,10 +286,3 @@ def loose_name(root: Root, path: str) -> str:
 def optimizer_name(value: Any) -> str:
     """For a message."""
     return "an optimizer" if isinstance(value, Mapping) else type(value).__name__
-
-
-def value_of(tensor: StateTensor) -> NDArray[Any]:
-    """A copy."""
-    out = np.empty(tensor.shape, "uint16" if tensor.dtype == "bfloat16" else tensor.dtype)
-    tensor.copy_into(out)
-    return out

@@ -66,10 +66,12 @@ class TorchMetricMeter:
 
     def compute(self, state: Arrays) -> Any:
         tensors = {name: torch.from_numpy(np.array(value)).to(self.device) for name, value in state.items()}
+        lists = {name for name, default in self.metric._defaults.items() if isinstance(default, list)}
+        given = {name: [tensor] if name in lists else tensor for name, tensor in tensors.items()}
         with self.entry.named(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The ``compute`` method")  # of one whose samples others had
             self.metric.reset()
-            self.metric.load_state_dict(tensors, strict=False)
+            self.metric.load_state_dict(given, strict=False)
             return to_host(self.metric.compute())
 
 

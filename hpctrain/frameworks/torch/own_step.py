@@ -30,6 +30,10 @@ from hpctrain.train.framework import Sums
 RESERVED = ("grad_norm", "seconds/")
 """Begin the names of what is reported beside the metrics of a step."""
 
+END, GATHER = "ends its step", "calls ctx.gather"
+BACK = "passes gradients back through ctx.gather"
+"""What a rank does, in words."""
+
 
 class Acts(Protocol):
     """What the calls of a step do."""
@@ -63,13 +67,13 @@ class StepContext:
     rows: slice
     """This rank's part among the samples of all ranks, as ``gather`` joins them."""
 
-    def __init__(self, setting: Setting, acts: Acts, samples: int, global_samples: int, step: int) -> None:
+    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int) -> None:
         """Made by hpctrain.
 
         Args:
             setting: what is the same in each step.
             acts: what the calls do.
-            samples: of this rank.
+            rows: this rank's part of the samples.
             global_samples: of all ranks.
             step: steps done.
         """
@@ -77,10 +81,10 @@ class StepContext:
         self.device = setting.device
         self.step = step
         self.global_samples = global_samples
-        self.rows = part_of(global_samples, setting.group.rank, setting.group.size)
+        self.rows = rows
         self._setting = setting
         self._acts = acts
-        self._samples = samples
+        self._samples = rows.stop - rows.start
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
         self._logged: dict[str, tuple[Number, Number]] = {}
@@ -297,7 +301,7 @@ class Live:
     ) -> None:
         self.setting, self.exchanges, self.clock = setting, exchanges, clock
         self.global_samples, self.guard, self.applies = global_samples, guard, applies
-        self.labels = ["ends its step", "calls ctx.gather", *(update_call(name) for name in setting.trained)]
+        self.labels = [END, GATHER, BACK, *(update_call(name) for name in setting.trained)]
         self.passes: dict[str, Passes] = {}
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, float] = {}
@@ -341,8 +345,8 @@ class Live:
         if self.setting.group.size == 1:
             return tensor
         self.clock.mark(Phase.FORWARD)
-        self.agree("calls ctx.gather")
-        return gathered(tensor, self.setting.group, self.clock)
+        self.agree(GATHER)
+        return gathered(tensor, self.setting.group, self.clock, functools.partial(self.agree, BACK))
 
     def agree(self, doing: str) -> None:
         """Raises UserError, on all ranks, if the next thing that they do together is not the same one. Collective."""
@@ -358,9 +362,10 @@ class Live:
     def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnResult:
         """Of the step."""
         known: dict[str, tuple[Number, Number]] = {name: (norm, 1.0) for name, norm in self.norms.items()}
-        means = [sum(losses) / len(losses) for losses in self.losses.values()]
+        means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         if means:
-            known["loss"] = sum(means) * samples, samples
+            known["loss"] = sum(means.values()) * samples, samples
+            known |= {f"loss_{name}": (mean * samples, samples) for name, mean in means.items() if name}
         return OwnResult(known | dict(logged))
 
 
@@ -463,13 +468,14 @@ class OwnSteps:
             done: steps before.
             applies: whether parameters are updated.
         """
-        samples = len(next(iter(batch.values())))
+        group = self.setting.group
+        rows = part_of(global_samples, group.rank, group.size)
         live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
-        context = StepContext(self.setting, live, samples, global_samples, done)
+        context = StepContext(self.setting, live, rows, global_samples, done)
         with self.setting.autocast():
             logged = context._finish(self.step(context, batch))
-        live.agree("ends its step")
-        return live.result(logged, samples)
+        live.agree(END)
+        return live.result(logged, rows.stop - rows.start)
 
     def dry_call(self, batch: dict[str, Tensor], done: int) -> None:
         """One step on this rank alone that changes no parameter.
@@ -478,7 +484,7 @@ class OwnSteps:
             UserError: the step fails; names the user's line.
         """
         samples = len(next(iter(batch.values())))
-        context = StepContext(self.setting, Dry(self.setting), samples, samples, done)
+        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(batch)}"
         parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
         with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):

@@ -15,7 +15,6 @@ from hpctrain.tasks.definition import TorchScheduler
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import RateHook, StopReason
 from hpctrain.train.schedule import OwnRates, Schedule
-from hpctrain.train.tree import put_together, take_apart
 
 if TYPE_CHECKING:
     from hpctrain.train.training import Training
@@ -80,18 +79,15 @@ class SchedulerHook(RateHook):
 
     def state_dict(self) -> dict[str, Any]:
         """What a scheduler has set in the parameter groups (rates, momentum, betas) is part of it."""
-        state = {"scheduler": self.scheduler.state_dict(), "groups": [numbers(each) for each in self.groups]}
-        name = f"the state of {type(self.scheduler).__name__}"
-        return dict(take_apart(state, lambda value: None, name).arrays())
+        return {"scheduler": self.scheduler.state_dict(), "groups": [numbers(each) for each in self.groups]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        name = type(self.scheduler).__name__
-        state = put_together(saved, lambda *leaf: None, name)
         try:
-            self.scheduler.load_state_dict(as_before(state["scheduler"], self.scheduler.state_dict()))
-            for group, values in zip(self.groups, state["groups"], strict=True):
+            self.scheduler.load_state_dict(as_before(saved["scheduler"], self.scheduler.state_dict()))
+            for group, values in zip(self.groups, saved["groups"], strict=True):
                 put_numbers(group, values)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
+            name = type(self.scheduler).__name__
             what = f"the checkpoint's state of the learning-rate scheduler does not fit {name}"
             raise UserError(what, "make the same scheduler, or begin again with --fresh") from error
 

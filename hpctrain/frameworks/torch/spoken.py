@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,21 +17,13 @@ from torch.optim import Optimizer
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import plain_name
 from hpctrain.frameworks.torch.state import TorchTensor, tensor_of
-from hpctrain.train.state import ArrayTensor, Placement, StateTensor
-from hpctrain.train.tree import put_together, take_apart
+from hpctrain.train.state import Placement, StateTensor
+from hpctrain.train.stateful import Stateful
+from hpctrain.train.tree import HostLeaves, Leaves, tree_tensors
 
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
-
-
-@runtime_checkable
-class Speaker(Protocol):
-    """An object that says itself what its state is."""
-
-    def state_dict(self) -> Any:
-        """All of it."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Takes over what ``state_dict`` gave."""
+HOST, DEVICE = "host", "device"
+"""Where a tensor was, in its kind."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ def speaks(value: Any) -> bool:
     if isinstance(value, Optimizer):
         kind = type(value)
         return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
-    return isinstance(value, Speaker) and not isinstance(value, (Module, type))
+    return isinstance(value, Stateful) and not isinstance(value, (Module, type))
 
 
 def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:
@@ -87,49 +79,46 @@ def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module
     return [(f"held/{root}/extra/{name}", each) for name, each in found]
 
 
-def extra_tensors(modules: Iterable[tuple[str, Module]]) -> list[StateTensor]:
+def extra_tensors(modules: Iterable[tuple[str, Module]], leaves: Leaves) -> list[StateTensor]:
     """The extra state of modules."""
     return [
         tensor
         for name, module in modules
         for tensor in tree_tensors(
-            name, module.get_extra_state(), Placement.RANK, f"the extra state of {type(module).__name__}"
+            name, module.get_extra_state(), Placement.RANK, leaves, f"the extra state of {type(module).__name__}"
         )
     ]
 
 
-def tree_tensors(name: str, value: Any, placement: Placement, what: str) -> list[StateTensor]:
-    """A nested value as named tensors. Raises UserError if it holds what cannot be saved."""
-    tree = take_apart(value, leaf_kind, what)
-    tensors: list[StateTensor] = [
-        ArrayTensor(f"{name}/{key}", array, placement) for key, array in tree.arrays().items()
-    ]
-    for number, leaf in enumerate(tree.leaves):
-        own = f"{name}/{number}"
-        tensors.append(
-            TorchTensor(own, leaf, placement)
-            if isinstance(leaf, Tensor)
-            else ArrayTensor(own, np.array(leaf), placement)
+class TorchLeaves(HostLeaves):
+    """Tensors as well.
+
+    Args:
+        device: where those go that were not on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def kind(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor):
+            return super().kind(value)
+        if value.layout is not torch.strided or value.is_quantized:
+            return None
+        place = HOST if value.device.type == "cpu" else DEVICE
+        return f"{place} uint16" if value.dtype == torch.uint16 else place  # saved as bfloat16 is
+
+    def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
+        return (
+            TorchTensor(name, value, placement) if isinstance(value, Tensor) else super().tensor(name, value, placement)
         )
-    return tensors
 
-
-def leaf_kind(value: Any) -> str | None:
-    """What a leaf was."""
-    if isinstance(value, Tensor):
-        return "host" if value.device.type == "cpu" else "device"
-    return "array" if isinstance(value, np.ndarray) else None
-
-
-def tree_value(arrays: Mapping[str, NDArray[Any]], what: str, device: torch.device) -> Any:
-    """What ``tree_tensors`` took apart."""
-
-    def leaf(name: str, kind: Any) -> Any:
-        if kind == "array":
-            return np.array(arrays[name])
-        return tensor_of(arrays[name]).to(device if kind == "device" else "cpu")
-
-    return put_together(arrays, leaf, f"the state of {what}")
+    def value(self, kind: str, array: NDArray[Any]) -> Any:
+        place, _, dtype = kind.partition(" ")
+        if place not in (HOST, DEVICE):
+            return super().value(kind, array)
+        tensor = torch.from_numpy(np.array(array)) if dtype else tensor_of(array)
+        return tensor.to(self.device if place == DEVICE else "cpu")
 
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:

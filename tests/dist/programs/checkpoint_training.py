@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.hook import CheckpointHook, checkpoint_hook
+from hpctrain.checkpoint.object_state import state_of
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
@@ -30,6 +31,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
 from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.stateful import Kept, kept_state
 
 
 class Recorder(BaseHook):
@@ -68,10 +70,10 @@ class Recorder(BaseHook):
         return StopReason.REQUESTED if stop_after is not None and step >= stop_after else None
 
 
-def checksums(framework: Framework) -> dict[str, int]:
+def checksums(framework: Framework, objects: list[Kept]) -> dict[str, int]:
     """Of every tensor of the state, this rank's own included."""
     sums = {}
-    for tensor in framework.state():
+    for tensor in (*framework.state(), *state_of(objects, framework.leaves).tensors):
         value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
         tensor.copy_into(value)
         sums[tensor.name] = zlib.crc32(value.tobytes())
@@ -109,13 +111,16 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     batch = problem.order.global_batch
     fresh = options.get("fresh", False)
     report = EventWriter(run_dir.events, print).append
-    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh=fresh)
+    objects = kept_state(problem.task.state)
+    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh=fresh, state=objects)
     recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options, hook)
     recorder.watch(framework)
     trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
     with closing(framework), closing(hook), closing(trainer.data):
         trainer.fit()
-        recorder.write(final=checksums(framework), weights=framework.weights_hash(), state=trainer.state.to_json())
+        recorder.write(
+            final=checksums(framework, objects), weights=framework.weights_hash(), state=trainer.state.to_json()
+        )
 
 
 if __name__ == "__main__":

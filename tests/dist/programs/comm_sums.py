@@ -9,7 +9,8 @@ import time
 
 import numpy as np
 
-from hpctrain.comm.group import Group
+from hpctrain.comm import group as group_module
+from hpctrain.comm.group import Arrays, Group
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 from hpctrain.reduce.candidates import Candidate
@@ -115,6 +116,22 @@ def collectives(world: World) -> None:
     group.barrier("end")
 
 
+def merged_in_order(world: World) -> None:
+    """Arrays of other lengths on each rank, one of none, and scalars; those with more than one message, too."""
+
+    def add(first: Arrays, second: Arrays) -> Arrays:
+        return {"rows": np.concatenate([first["rows"], second["rows"]]), "sum": np.add(first["sum"], second["sum"])}
+
+    most, group_module.LARGEST_BYTES = group_module.LARGEST_BYTES, 24
+    mine = np.full((5 * world.rank, 2), world.rank, np.int16)
+    found = world.data.merge({"rows": mine, "sum": np.array(world.rank + 0.5)}, add, "merge their arrays")
+    group_module.LARGEST_BYTES = most
+    assert (found is None) == (world.rank > 0)
+    if found is not None:
+        assert found["rows"][:, 1].tolist() == [rank for rank in range(world.size) for _ in range(5 * rank)]
+        assert (found["sum"].shape, found["sum"]) == ((), sum(range(world.size)) + 0.5 * world.size)
+
+
 def suspended(world: World) -> None:
     """The time in which a rank is stopped, as the ranks of a suspended job are, is no part of its wait."""
     waiting = world.local.broadcast(os.getpid(), "learn whom to stop")
@@ -160,6 +177,7 @@ def main() -> None:
     """Everything on the ranks that there are."""
     world = connect()
     collectives(world)
+    merged_in_order(world)
     if world.size > 1:
         suspended(world)
         for length in (EXTRA, 1000, 100_003):

@@ -11,8 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hpctrain import AUC, F1, Selected
 from hpctrain.comm.world import World, connect
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import NonFiniteLoss
 from tests.support.choices import NoExchange
 from tests.support.tensorflow_tasks import (
@@ -85,6 +87,34 @@ def evaluated(world: World) -> dict[str, Any]:
     }
 
 
+def judged(world: World) -> dict[str, Any]:
+    """Metrics with a state, over parts that differ in size."""
+
+    def one_hot(outputs: Any, batch: Any) -> Any:
+        return tf.nn.softmax(outputs), tf.one_hot(batch["y"], 3)
+
+    metrics = {
+        "auc": Selected(AUC(), lambda outputs, batch: (outputs[:, 0], batch["y"] == 0)),
+        "f1": Selected(F1("macro"), lambda outputs, batch: (outputs, batch["y"])),
+        "keras_auc": Selected(keras.metrics.AUC(), one_hot),
+        "keras_f1": Selected(keras.metrics.F1Score(), one_hot),
+        "iou": Selected(keras.metrics.MeanIoU(3), lambda outputs, batch: (tf.argmax(outputs, 1), batch["y"])),
+        "precision": Selected(keras.metrics.Precision(), lambda *given: (*one_hot(*given), given[1]["w"][:, None])),
+    }
+    framework = make_framework(world, metrics=metrics)
+    batches = [batch for part in cut(samples(), world.rank, world.size) for batch in cut(part, 0, 1, accumulate=7)]
+    found = evaluate(framework, {"dev": batches, "hard": batches[:1]}, world.data)
+    outputs = [framework.predict(batch)["output"].tolist() for batch in batches]
+    framework.close()
+    return {
+        "metrics": world.data.allgather(dict(found.metrics), "evaluate"),
+        "figures": sorted(found.figures),
+        "classes": samples()["y"].tolist(),
+        "weights": samples()["w"].tolist(),
+        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
+    }
+
+
 def noises(world: World) -> dict[str, Any]:
     """Each rank's own dropout and random numbers."""
     framework = make_framework(world, model=noisy_model)
@@ -132,6 +162,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "sabotaged": sabotaged,
     "not_finite": not_finite,
     "evaluated": evaluated,
+    "judged": judged,
     "noises": noises,
     "joined": joined,
 }

@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain import AUC, F1, ConfusionMatrix, Selected
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
+from tests.support import torch_own_steps as own
 from tests.support.choices import NoExchange
+from tests.support.torch_metrics import Hits, Median
 from tests.support.torch_tasks import (
     Words,
     adagrad,
@@ -99,6 +104,29 @@ def evaluated(world: World) -> dict[str, Any]:
     framework.close()
     return {
         "sums": world.data.allgather(found, "evaluate"),
+        "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
+    }
+
+
+def judged(world: World) -> dict[str, Any]:
+    """Metrics with a state, over parts that differ in size."""
+    metrics = {
+        "auc": Selected(AUC(), lambda outputs, batch: (outputs[:, 0], batch["y"] == 0)),
+        "f1": Selected(F1("macro"), lambda outputs, batch: (outputs, batch["y"])),
+        "confusion": Selected(ConfusionMatrix(), lambda outputs, batch: (outputs, batch["y"])),
+        "hits": Selected(Hits(), lambda outputs, batch: (outputs, batch["y"])),
+        "median": Selected(Median(), lambda outputs, batch: (outputs, batch["y"])),
+    }
+    framework = make_framework(world, metrics=metrics)
+    batches = [batch for part in cut(samples(), world.rank, world.size) for batch in cut(part, 0, 1, accumulate=7)]
+    found = evaluate(framework, {"dev": batches, "hard": batches[:1]}, world.data)
+    outputs = [framework.predict(batch)["output"].tolist() for batch in batches]
+    framework.close()
+    return {
+        "metrics": world.data.allgather(dict(found.metrics), "evaluate"),
+        "figures": sorted(found.figures),
+        "classes": samples()["y"].tolist(),
+        "weights": samples()["w"].tolist(),
         "outputs": [row for rank in world.data.allgather(outputs, "predict") for part in rank for row in part],
     }
 
@@ -215,6 +243,55 @@ def rehearsed(world: World) -> dict[str, Any]:
     return {"losses": losses, "measured": sorted(seconds)}
 
 
+def own_steps(world: World, task: Callable[[], TorchTask] = own.gan, **settings: Any) -> dict[str, Any]:
+    """Weights after 8 steps of a task's own, tried by each rank alone before."""
+    framework = own.make_framework(world, task, **settings)
+    framework.dry_call(own.part_of_rank(next(own.global_batches(1)), world))
+    reported = own.train(framework, 8)
+    hashes = world.data.allgather(framework.weights_hash(), "compare the weights")
+    framework.close()
+    return {"weights": own.weights(framework), "losses": [step["loss"] for step in reported], "hashes": hashes}
+
+
+def steps_apart(world: World) -> dict[str, Any]:
+    """What the ranks say if the first of them leaves something out."""
+
+    def leaves_out(what: str) -> TorchTask:
+        def step(ctx: Any, batch: dict[str, torch.Tensor]) -> None:
+            scores = ctx.model(batch["x"])
+            if what == "backward" or (what == "gather" and world.rank):
+                scores = ctx.gather(scores)
+            if what == "gather" or world.rank:
+                ctx.backward(scores.mean())
+                ctx.update()
+
+        return own.one(step)
+
+    said = []
+    for what in ("update", "gather", "backward"):
+        framework = own.make_framework(world, partial(leaves_out, what), way="mpi-node")
+        try:
+            own.train(framework, 1)
+        except UserError as error:
+            said.append(error.what)
+        framework.close()
+    return {"said": world.data.allgather(said, "compare")}
+
+
+def own_overflow(world: World) -> dict[str, Any]:
+    """A gradient of one optimizer that overflows on one rank leaves its update out on all, and no other."""
+    framework = own.make_framework(world, way="mpi-node", precision="fp16")
+    before = own.weights(framework)
+    batch = next(own.global_batches(1))
+    batch["x"] = batch["x"].copy()
+    batch["x"][-1, 0] = np.inf  # the loss is finite, its gradient is not
+    framework.step([own.part_of_rank(batch, world)], len(batch["x"]))
+    moved = np.not_equal(own.weights(framework), before)
+    size = sum(parameter.numel() for parameter in framework.task.model["generator"].parameters())
+    framework.close()
+    return {"moved": world.data.allgather([bool(moved[:size].any()), bool(moved[size:].any())], "compare")}
+
+
 WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
@@ -236,12 +313,21 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "sabotaged": sabotaged,
     "not_finite": not_finite,
     "evaluated": evaluated,
+    "judged": judged,
     "noises": noises,
     "overflowing": overflowing,
     "interrupted": interrupted,
     "rehearsed": rehearsed,
     "joined": joined,
     "tables": tables,
+    "own": own_steps,
+    "own-horovod": lambda world: own_steps(world, way="horovod-flat"),
+    "own-accumulate": lambda world: own_steps(world, way="mpi-overlap", accumulate=4),
+    "own-pairs": lambda world: own_steps(world, lambda: own.one(own.whole_step), way="mpi-node"),
+    "own-rows": lambda world: own_steps(world, lambda: own.one(own.own_rows_step), way="mpi-node"),
+    "own-weighted": lambda world: own_steps(world, lambda: own.one(own.weighted_step), way="mpi-node", accumulate=3),
+    "own-apart": steps_apart,
+    "own-overflow": own_overflow,
 }
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.hook_state import saved_texts
+from hpctrain.checkpoint.object_state import OBJECTS, saved_texts
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.train.stateful import HOOKS
+from hpctrain.train.tree import HostLeaves, tree_value
 from tests.support.command import PROJECT, events, hpctrain
 
 OLD = PROJECT / "tests/support/run_of_0_1"
@@ -18,8 +20,14 @@ OLD = PROJECT / "tests/support/run_of_0_1"
 
 def states(run: Path) -> dict[str, Any]:
     """State of hooks in the newest checkpoint."""
-    texts = saved_texts(CheckpointStore(run / "checkpoints").load().meta)
-    return {name: json.loads(text) for name, text in texts.items()}
+    loaded = CheckpointStore(run / "checkpoints").load()
+    if OBJECTS not in loaded.meta:
+        return {name: json.loads(text) for name, text in saved_texts(loaded.meta).items()}
+    found = {}
+    for name in loaded.meta[OBJECTS]:
+        arrays = {key.removeprefix(f"{name}/"): array for key, array in loaded.arrays.items() if key.startswith(name)}
+        found[name.removeprefix(HOOKS)] = tree_value(arrays, HostLeaves(), name)
+    return found
 
 
 def test_best_values_and_counts_of_version_0_1() -> None:

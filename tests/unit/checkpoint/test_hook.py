@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from hpctrain.checkpoint import policy as policy_module
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint.hook import CheckpointHook, best_steps
 from hpctrain.checkpoint.policy import Retention, policy_of
+from hpctrain.checkpoint.resume import load_weights
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
@@ -28,6 +30,8 @@ from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import Plan
 from hpctrain.train.state import ArrayTensor, TrainState
+from hpctrain.train.stateful import Kept, PerRank, kept_state
+from hpctrain.train.tree import HostLeaves
 
 
 class Counter:
@@ -59,6 +63,7 @@ class Counter:
         self.weight[...] = arrays["model/weight"]
 
     other_names: Mapping[str, str] = {}
+    leaves = HostLeaves()
 
     def staging(self, num_bytes: int) -> np.ndarray:
         return np.zeros(num_bytes, np.uint8)
@@ -95,12 +100,14 @@ class Run:
         fresh: bool = False,
         fence: Any = lambda: None,
         spoiled_at: float = math.inf,
+        state: Sequence[Kept] = (),
     ) -> Counter:
         """Trains to the end or until a hook ends it."""
         kept = Retention(self.config.keep_last, self.config.keep_every_steps)
         self.store = self.make_store(self.folder, kept, fence=fence)
         report = self.events.append
-        hook = CheckpointHook(self.store, policy_of(self.config), self.config, self.identity, report, hooks, fresh)
+        policy = policy_of(self.config)
+        hook = CheckpointHook(self.store, policy, self.config, self.identity, report, hooks, fresh, state)
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
         plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
@@ -361,6 +368,24 @@ def test_state_of_hooks_is_resumed_as_if_nothing_had_happened(tmp_path: Path, mo
     assert resumed.sums.tolist() == [55.0, 55.0]
 
 
+def test_declared_state_is_resumed_and_restored_for_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, every_steps=2, mode="sync", keep_last=10)
+    lanes, other = Memory("lanes"), Memory()
+    run.attempt(lanes, Interrupt(5), state=kept_state({"lanes": PerRank(other), "level": lanes}))
+    assert {"hooks/lanes", "state/lanes", "state/level"} == set(run.store.load().meta["objects"])
+    resumed = Memory()
+    with pytest.raises(UserError, match="holds state 'level', which the task no longer has"):
+        run.attempt(state=kept_state({"lanes": PerRank(resumed)}))
+    run.config = dataclasses.replace(run.config, accept=("state.level",))
+    run.attempt(state=kept_state({"lanes": PerRank(resumed)}))
+    assert "state 'level' is left out, as accepted" in capsys.readouterr().out
+    judged = Memory()
+    load_weights(Counter(), run.store, 5, kept_state({"level": judged, "unknown": Memory()}))  # type: ignore[arg-type]
+    assert judged.steps == lanes.steps == [1, 2, 3, 4, 5] and judged.sums.tolist() == [15, 15]
+
+
 def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,9 +400,9 @@ def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
 @pytest.mark.parametrize(
     ("states", "problem"),
     [
-        (({"model": object()},), "the state of hook 'memory' cannot be saved: Object of type object"),
+        (({"model": object()},), "the state_dict of hook 'memory', model is a object, which cannot be saved"),
         (({"names": np.array(["a"])},), "hooks/memory/names' has the type"),
-        (({"count": 1}, {"count": 2}), "two hooks are called 'memory'"),
+        (({"count": 1}, {"count": 2}), "two objects with state are called hook 'memory'"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_before_the_first_step(

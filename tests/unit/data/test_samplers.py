@@ -1,12 +1,12 @@
 """Samplers: which samples an epoch has, as functions of seed and epoch."""
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 
-from hpctrain import CurriculumSampler, Epoch, LengthGroupedSampler, WeightedSampler
-from hpctrain.data import Order, TrainingData, open_dataset
+from hpctrain import CurriculumSampler, Epoch, LaneSampler, LengthGroupedSampler, WeightedSampler
+from hpctrain.data import Order, TrainingData, open_dataset, part_of
 from hpctrain.errors import UserError
 
 LENGTH = 200
@@ -99,6 +99,17 @@ def failing(epoch: Epoch) -> np.ndarray:
     raise ValueError("no such epoch")
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) -> None:
+    order = Order(LENGTH, 16, sampler=LaneSampler())
+    assert order.epoch_samples == LENGTH // 16 * 16
+    for rank in range(ranks):
+        mine = part_of(16, rank, ranks)
+        batches = [order.batch_indices(epoch, batch)[mine] for epoch in (0, 1) for batch in range(12)]
+        assert all(np.array_equal(later, earlier + 1) for earlier, later in pairwise(batches[:12]))
+        assert np.array_equal(batches[12], batches[0]), "an epoch begins again"
+
+
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
@@ -111,6 +122,7 @@ def failing(epoch: Epoch) -> np.ndarray:
         (WeightedSampler([-1.0] * LENGTH), "must be finite, at least 0"),
         (WeightedSampler([1.0] * LENGTH, 300, replacement=False), "200 samples have a weight, and 300 are to be drawn"),
         (CurriculumSampler(LENGTHS, begin=0), "begin is 0"),
+        (lambda epoch: LaneSampler()(Epoch(0, epoch.rng, 15, 16)), "15 samples are fewer than the 16 lanes"),
     ],
 )
 def test_a_wrong_sampler_is_told(sampler, message: str) -> None:

@@ -17,7 +17,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.train.state import Placement
 from tests.support.choices import Rehearsed
-from tests.support.tensorflow_tasks import make_framework, mean_loss, train
+from tests.support.tensorflow_tasks import make_framework, mean_loss, samples, train
 
 Batch = Mapping[str, tf.Tensor]
 
@@ -173,6 +173,34 @@ def test_a_state_that_has_no_place_any_more_is_told() -> None:
 def test_rehearsals_leave_the_state_of_a_loss_as_it_was() -> None:
     wanted = train(make_framework(alone(), loss=Annealed()), 3)
     assert train(make_framework(alone(), loss=Annealed(), choice=Rehearsed), 3) == wanted
+
+
+class Declared:
+    """A loss that grows with each call, by a variable that it declares as its state."""
+
+    def __init__(self) -> None:
+        self.calls = tf.Variable(1.0)
+
+    def __call__(self, outputs: tf.Tensor, batch: Batch) -> tf.Tensor:
+        self.calls.assign_add(1.0)
+        return mean_loss(outputs, batch) * self.calls
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "half": tf.constant([1.5], tf.bfloat16)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        assert saved["half"].dtype == tf.bfloat16 and saved["half"].numpy().tolist() == [1.5]
+        self.calls.assign(saved["calls"])
+
+
+def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it() -> None:
+    declared = Declared()
+    framework = make_framework(alone(), loss=declared, state={"calls": declared}, choice=Rehearsed)
+    assert not [tensor.name for tensor in framework.state() if tensor.name.startswith("held/")]
+    framework.dry_call({name: array[:4] for name, array in samples().items()})
+    assert float(declared.calls) == 1
+    assert train(framework, 3) == train(make_framework(alone(), loss=Declared()), 3)
+    assert float(declared.calls) == 4
 
 
 def test_streams_of_random_numbers_are_others_after_each_change_of_the_number_of_ranks() -> None:

@@ -25,12 +25,14 @@ from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
-from hpctrain.frameworks.torch.holdings import value_of
+from hpctrain.frameworks.torch.spoken import TorchLeaves
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.loop import Trainer
 from hpctrain.train.plan import Plan
 from hpctrain.train.state import Placement, TrainState
+from hpctrain.train.stateful import value_of
+from hpctrain.train.tree import tree_tensors, tree_value
 from tests.support.choices import Rehearsed
 from tests.support.torch_tasks import make_framework, mean_loss, plain_model, samples, sgd, train
 
@@ -544,6 +546,48 @@ def test_rehearsals_leave_the_state_of_a_loss_as_it_was(name: str) -> None:
         return make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Extra()), choice=choice)
 
     assert train(make(Rehearsed), 3) == train(make(ReducerChoice), 3)
+
+
+class Counted:
+    """A loss that grows with each call, by values of all kinds."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Any] = {"times": 0, "sum": None}
+
+    def __call__(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        self.calls["times"] += 1
+        self.calls["sum"] = outputs.detach().sum() if self.calls["sum"] is None else self.calls["sum"] + 1
+        return mean_loss(outputs, batch) * self.calls["times"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.calls
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.calls = saved
+
+
+def test_declared_state_has_one_name_and_rehearsals_and_the_dry_call_leave_it(tmp_path: Path) -> None:
+    counted = Counted()
+    framework = make_framework(alone(), loss=counted, state={"calls": counted}, choice=Rehearsed)
+    assert not [tensor.name for tensor in framework.state() if tensor.name.startswith("held/")]
+    framework.dry_call({name: array[:4] for name, array in samples().items()})
+    assert counted.calls == {"times": 0, "sum": None}
+    train(framework, 3)
+    assert counted.calls["times"] == 3
+    plain = Counted()
+    train(make_framework(alone(), loss=plain), 3)
+    assert counted.calls["sum"] == plain.calls["sum"]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.int64, torch.bool, torch.complex64]
+)
+def test_tensors_come_back_with_their_types(dtype: torch.dtype) -> None:
+    value = {"x": torch.arange(6).reshape(2, 3).T.to(dtype)}
+    leaves = TorchLeaves(torch.device("cpu"))
+    found = tree_tensors("t", value, Placement.RANK, leaves, "it")
+    back = tree_value({one.name.removeprefix("t/"): value_of(one) for one in found}, leaves, "it")
+    assert back["x"].dtype == dtype and torch.equal(back["x"], value["x"])
 
 
 def test_state_that_cannot_be_saved_is_told_after_two_steps(tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
         return SchedulerHook(TorchScheduler(scheduler), torch.optim.SGD([torch.zeros(1)], lr=1.0))
 
     saved = hook(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)).state_dict()
-    del saved["floats"]
-    with pytest.raises(UserError, match="cannot be put together"):
+    del saved["groups"]
+    with pytest.raises(UserError, match="does not fit StepLR"):
         hook(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)).load_state_dict(saved)
 
 

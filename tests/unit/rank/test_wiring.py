@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrainConfig
 from hpctrain.data import Order, open_dataset
 from hpctrain.errors import UserError
-from hpctrain.rank.problem import Problem
-from hpctrain.rank.wiring import refuse_metrics_of_nothing
+from hpctrain.rank.problem import Problem, make_problem, validation_sets
+from hpctrain.rank.wiring import make_validation, refuse_metrics_of_nothing
+from hpctrain.tasks.definition import TorchTask
 
 PLAIN = Config(name="a", task="m:f", train=TrainConfig(steps=3, global_batch=2))
 STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="loss"))
@@ -28,6 +32,78 @@ def test_a_watched_metric_needs_validation_data(change: dict[str, Any], key: str
     data = open_dataset({"x": [1.0, 2.0]})
     config = dataclasses.replace(PLAIN, **change)
     with pytest.raises(UserError, match=f"{key} is 'loss', but task m:f has no validation data"):
-        refuse_metrics_of_nothing(config, Problem(None, data, None, Order(2, 2)))  # type: ignore[arg-type]
-    refuse_metrics_of_nothing(config, Problem(None, data, data, Order(2, 2)))  # type: ignore[arg-type]
-    refuse_metrics_of_nothing(PLAIN, Problem(None, data, None, Order(2, 2)))  # type: ignore[arg-type]
+        refuse_metrics_of_nothing(config, Problem(None, data, {}, Order(2, 2)))  # type: ignore[arg-type]
+    refuse_metrics_of_nothing(config, Problem(None, data, {"validation": data}, Order(2, 2)))  # type: ignore[arg-type]
+    refuse_metrics_of_nothing(PLAIN, Problem(None, data, {}, Order(2, 2)))  # type: ignore[arg-type]
+
+
+def task_with(validation: Any, **metrics: Any) -> TorchTask:
+    return TorchTask(None, None, None, None, validation=validation, metrics=metrics)
+
+
+ARRAYS = {"x": np.zeros((6, 2)), "y": [0, 1, 0, 1, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("validation", "names"),
+    [
+        (None, []),
+        (ARRAYS, ["validation"]),
+        ("validation.h5", ["validation"]),
+        (lambda: ARRAYS, ["validation"]),
+        ({"dev": ARRAYS, "hard-2": "hard.h5"}, ["dev", "hard-2"]),
+        ({"dev": lambda: ARRAYS, "hard": ["a.h5", "b.h5"]}, ["dev", "hard"]),
+        ({"x": [[1, 2], [3, 4]]}, ["validation"]),
+    ],
+)
+def test_validation_is_one_set_or_several_by_name(validation: Any, names: list[str]) -> None:
+    assert list(validation_sets(task_with(validation))) == names
+
+
+@pytest.mark.parametrize(
+    ("validation", "said"),
+    [
+        ({"dev": ARRAYS, "a/b": ARRAYS}, "'a/b': ...} of the task cannot name"),
+        ({"dev": ARRAYS, "auc": ARRAYS}, "'auc': ...} of the task cannot name"),
+        ({"dev": ARRAYS, "loss": ARRAYS}, "'loss': ...} of the task cannot name"),
+        ({"dev": ARRAYS, "y": np.zeros(3)}, "holds both sets of data and arrays, such as 'y'"),
+    ],
+)
+def test_names_that_cannot_stand_before_metrics_are_refused(validation: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        validation_sets(task_with(validation, auc=len))
+
+
+def test_the_first_sets_metrics_are_watched_by_their_plain_names() -> None:
+    data = open_dataset({"x": [1.0, 2.0]})
+    sets = {"dev": data, "hard": data}
+    for metric, fits in (("loss", True), ("hard/loss", True), ("dev/loss", False)):
+        config = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric))
+        problem = Problem(None, data, sets, Order(2, 2))  # type: ignore[arg-type]
+        if fits:
+            refuse_metrics_of_nothing(config, problem)
+            continue
+        with pytest.raises(UserError, match=r"metrics of the first set .* have plain names") as caught:
+            refuse_metrics_of_nothing(config, problem)
+        assert caught.value.fix == "write checkpoint.best_metric: loss"
+
+
+def test_validation_has_a_batch_of_its_own() -> None:
+    config = dataclasses.replace(PLAIN, train=TrainConfig(steps=3, global_batch=2, eval_batch_per_rank=4))
+    assert len(make_validation(config, alone(), open_dataset(ARRAYS), None)) == 2
+    assert len(make_validation(PLAIN, alone(), open_dataset(ARRAYS), None)) == 3
+
+
+def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import hpctrain, torch\n"
+        "def task(stream):\n"
+        "    model, data = torch.nn.Linear(1, 1), {'x': [[1.0], [2.0]], 'y': [[1.0], [2.0]]}\n"
+        "    hard = hpctrain.open_stream([data]) if stream else data\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    return hpctrain.TorchTask(model, 'mse', optimizer, data, {'dev': data, 'hard': hard})\n"
+    )
+    config = dataclasses.replace(PLAIN, task=f"{tmp_path}/task.py:task", task_args={"stream": False})
+    assert list(make_problem(config, alone()).validation) == ["dev", "hard"]
+    with pytest.raises(UserError, match=r"the validation data 'hard' of task .* is a stream"):
+        make_problem(dataclasses.replace(config, task_args={"stream": True}), alone())

@@ -16,12 +16,15 @@ import pytest
 
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Eval, Event, RunStarted, decode, encode
+from hpctrain.run.figures import Curve, Figures
 from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
 from hpctrain.track import mlflow_follower
 from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.mlflow import position
 from hpctrain.track.mlflow_follower import Follower, follow
 from hpctrain.train.clock import IntervalClock
+from hpctrain.train.metrics import Evaluation
 
 
 class Recorder:
@@ -38,12 +41,33 @@ class Recorder:
 def test_sinks_get_the_event_that_is_in_the_file(tmp_path: Path) -> None:
     path, sink = tmp_path / "events.jsonl", Recorder()
     state = SimpleNamespace(step=4, epoch=1)
-    trainer: Any = SimpleNamespace(world=SimpleNamespace(rank=0), state=state)
+    trainer: Any = SimpleNamespace(world=SimpleNamespace(rank=0), state=state, evaluation=Evaluation())
     hook = EventsHook(EventWriter(path, print), IntervalClock(), 1, [sink])
     hook.has_started = True
     hook.after_eval(trainer, {"accuracy": 0.5})
     assert sink.events == decode(path.read_bytes())
     assert isinstance(sink.events[0], Eval) and sink.events[0].metrics == {"accuracy": 0.5}
+
+
+def test_figures_are_left_in_the_run_folder_and_a_metric_that_is_nan_is_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    curve = Curve("x", "y", (0.0, 1.0), (0.0, 1.0))
+    trainer: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0),
+        state=SimpleNamespace(step=4, epoch=1),
+        evaluation=Evaluation({}, {"roc": curve}),
+        folder=tmp_path,
+    )
+    hook = EventsHook(EventWriter(tmp_path / "events.jsonl", said.append), IntervalClock(), 1)
+    hook.has_started = True
+    for _ in range(2):
+        hook.after_eval(trainer, {"auc": float("nan"), "loss": 0.5})
+    assert RunView(tmp_path).figures() == Figures(4, {"roc": curve})
+    assert len(said) == 1 and "the validation metric auc is nan at step 4" in said[0]
+    RunDir(tmp_path).figures.unlink()
+    RunDir(tmp_path).figures.mkdir()
+    hook.after_eval(trainer, {})
+    assert "figures.json" in said[1] and "the report will lack the curves of step 4" in said[1]
 
 
 def events() -> list[Event]:

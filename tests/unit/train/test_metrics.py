@@ -115,9 +115,7 @@ def test_what_no_metric_can_judge_is_nan() -> None:
         (ConfusionMatrix(), np.zeros(1), np.array([200]), "shows at most 200 classes"),
     ],
 )
-def test_arrays_that_do_not_fit_are_told_with_the_metrics_name(
-    metric: Any, outputs: Any, targets: Any, said: str
-) -> None:
+def test_arrays_that_do_not_fit_are_told_by_name(metric: Any, outputs: Any, targets: Any, said: str) -> None:
     with pytest.raises(UserError, match="metrics\\['metric'\\]: .*" + said) as caught:
         over_ranks(metric, [], outputs, targets)
     assert caught.value.fix

@@ -30,7 +30,7 @@ def kind(value: Any) -> str | None:
 
 def back(value: Any) -> Any:
     tree = take_apart(value, kind, "it")
-    return put_together(tree.arrays(), lambda number, what: (what, tree.leaves[int(number)]), "it")
+    return put_together(tree.arrays(), lambda number, what: (what, tree.leaves[number]), "it")
 
 
 def described(value: Any) -> str:

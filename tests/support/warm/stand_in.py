@@ -1,4 +1,4 @@
-"""What mpirun starts in place of a rank: ``stand_in.py SOCKET PROGRAM ARGUMENTS``. See warm_ranks.py."""
+"""What mpirun starts in place of a rank: ``stand_in.py SOCKET PROGRAM ARGUMENTS``. See ../warm_ranks.py."""
 
 import json
 import os
@@ -26,4 +26,5 @@ def main(path, *argv):
     os._exit(os.WEXITSTATUS(status))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,202 @@
+"""State of objects in a checkpoint: of hooks, and of what a task declares as its state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.format.checksum import crc32
+from hpctrain.checkpoint.format.layout import TensorSpec, check_tensors
+from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.resume_compat import flat, is_accepted
+from hpctrain.comm.group import Group
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.tasks.blame import own_line, words
+from hpctrain.train.state import Placement, StateTensor
+from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of
+from hpctrain.train.tree import Leaves, tree_value
+
+OBJECTS = "objects"
+"""Key of a checkpoint's ``meta``: placement of each object's state, by the object's name."""
+
+
+@dataclass(frozen=True)
+class ObjectState:
+    """State of all objects that have some, at one step."""
+
+    placements: Mapping[str, str]
+    """``first`` or ``rank`` by object."""
+    tensors: Sequence[StateTensor]
+
+
+def state_of(objects: Sequence[Kept], leaves: Leaves) -> ObjectState:
+    """Asks all objects. Raises UserError if a checkpoint cannot keep what one of them says."""
+    placements: dict[str, str] = {}
+    tensors: list[StateTensor] = []
+    for one in objects:
+        with blamed(one, "its state_dict fails", "correct state_dict: it is called before the first step, too"):
+            found = one.tensors(leaves)
+        if found and one.name in placements:
+            raise UserError(f"two objects with state are called {one.spoken}", "give each a name of its own")
+        placements |= {one.name: one.placement.value} if found else {}
+        tensors += found
+    check_tensors([TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, None) for tensor in tensors])
+    return ObjectState(placements, tensors)
+
+
+def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: int) -> None:
+    """Raises UserError, on all ranks, if a task's state differs between them and is not declared so. Collective."""
+    shared = [one for one in objects if one.name.startswith(STATE) and one.rule is None]
+    if not shared:
+        return
+    sums = [[(tensor.name, crc32(value_of(tensor).tobytes())) for tensor in one.tensors(leaves)] for one in shared]
+    of_ranks = group.allgather(sums, "compare the task's state")
+    for number, one in enumerate(shared):
+        odd = [rank for rank, each in enumerate(of_ranks) if each[number] != of_ranks[0][number]]
+        if odd:
+            raise UserError(
+                f"{one.spoken} of the task differs between ranks 0 and {odd[0]} after {step} steps",
+                "wrap it in hpctrain.PerRank(...) if each rank is to have its own; else change it alike on all",
+            )
+
+
+def restore(
+    objects: Sequence[Kept], loaded: Loaded, leaves: Leaves, group: Group, accepted: Sequence[str] = ()
+) -> list[str]:
+    """Gives each object its state from a checkpoint.
+
+    Args:
+        objects: the run's.
+        loaded: the checkpoint.
+        leaves: what state may hold.
+        group: the ranks; nothing is asked of the others.
+        accepted: keys that may differ from the checkpoint's: ``state``, or ``state.<name>``.
+
+    Returns:
+        What a person should know, in sentences.
+
+    Raises:
+        UserError: state of the task is missing here or there, or an object does not take over what was saved.
+    """
+    names, saved = {one.name for one in objects}, loaded.meta.get(OBJECTS, {})
+    told = [] if OBJECTS in loaded.meta else restore_earlier(objects, loaded)
+    told += [gone(name, str(loaded.path), accepted) for name in sorted(saved.keys() - names)]
+    for one in objects:
+        if one.name in saved:
+            told += give(one, saved[one.name], loaded, leaves, group)
+        elif one.name.startswith(STATE) and one.tensors(leaves):
+            told.append(new(one, str(loaded.path), accepted))
+    return told
+
+
+def gone(name: str, where: str, accepted: Sequence[str]) -> str:
+    """An object that the run no longer has: told, of state refused unless it is accepted."""
+    kind, _, own = name.partition("/")
+    if f"{kind}/" == HOOKS:
+        return f"state of hook {own} is left out: this run has none"
+    if not is_accepted(f"state.{own}", accepted):
+        fix = f"name it again in state= of the task, or leave what was saved of it out: --accept state.{own}"
+        raise UserError(f"{where} holds state {own!r}, which the task no longer has", fix)
+    return f"state {own!r} is left out, as accepted: the task no longer has it"
+
+
+def new(one: Kept, where: str, accepted: Sequence[str]) -> str:
+    """State that the checkpoint does not hold: refused unless it is accepted."""
+    own = one.name.removeprefix(STATE)
+    if not is_accepted(f"state.{own}", accepted):
+        fix = f"if it is new, let it begin as the task made it: --accept state.{own}; else restore its old name"
+        raise UserError(f"the task has state {own!r}, of which {where} holds nothing", fix)
+    return f"state {own!r} begins as the task made it, as accepted: the checkpoint holds none"
+
+
+def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group) -> Iterator[str]:
+    """Gives an object its state; says what becomes of it at another number of ranks."""
+    if placement != one.placement.value:
+        per_rank = placement == Placement.RANK
+        raise UserError(
+            f"{loaded.path} holds {one.spoken} {'of each rank' if per_rank else 'as one for all ranks'}, and the task "
+            f"declares it as {'one for all ranks' if per_rank else 'each rank its own'}",
+            f"write {'PerRank(...)' if per_rank else 'the object without PerRank'} in state= of the task, as it was",
+        )
+    blame = blamed(one, f"it does not take over what {loaded.path} holds of it", "see load_state_dict, or --fresh")
+    if one.rule is None or loaded.ranks == group.size:
+        with blame:
+            one.load(below(one.name, loaded.arrays), leaves)
+        return
+    old = loaded.ranks
+    if one.rule == "reset":
+        yield f"{one.spoken} of {old} ranks begins as the task made it, on {group.size} ranks"
+    elif one.rule == "keep":
+        if group.rank < old:
+            with blame:
+                one.load(of_rank(one.name, loaded, group.rank), leaves)
+        rest = (
+            f"ranks from {old} on begin as the task made it" if group.size > old else "that of the others is left out"
+        )
+        yield f"{one.spoken} of {old} ranks: each rank takes over that of its number; {rest}"
+    else:
+        with blame:
+            assert isinstance(one.value, Splits), "PerRank has checked it"
+            states = [tree_value(of_rank(one.name, loaded, rank), leaves, one.spoken) for rank in range(old)]
+            one.value.load_state_dict(one.value.split(one.value.merge(states), group.rank, group.size))
+        yield f"{one.spoken} of {old} ranks is split over {group.size}"
+
+
+def below(name: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Arrays of an object, by their names without its own."""
+    return {full.removeprefix(f"{name}/"): each for full, each in arrays.items() if full.startswith(f"{name}/")}
+
+
+def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, NDArray[Any]]:
+    """What a rank of another number of ranks had of its own."""
+    return below(name, {full: values[rank] for full, values in loaded.of_ranks.items() if rank in values})
+
+
+@contextmanager
+def blamed(one: Kept, what: str, fix: str) -> Iterator[None]:
+    """Errors of an object's own code become one sentence that names it and the line; ours pass through."""
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        said = f"{one.spoken}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}"
+        raise UserError(said, fix) from error
+
+
+def restore_earlier(objects: Sequence[Kept], loaded: Loaded) -> list[str]:
+    """From a checkpoint of version 0.2 or 0.1: hooks' values are in its ``meta``, their arrays among the tensors."""
+    hooks = {one.name.removeprefix(HOOKS): one for one in objects if one.name.startswith(HOOKS)}
+    texts = saved_texts(loaded.meta) if hooks else {}
+    for name in hooks.keys() & texts.keys():
+        arrays = {key: np.array(array) for key, array in below(hooks[name].name, loaded.arrays).items()}
+        hooks[name].value.load_state_dict({**json.loads(texts[name]), **arrays})
+    return [f"state of hook {name} is left out: this run has none" for name in sorted(texts.keys() - hooks.keys())]
+
+
+def saved_texts(meta: Mapping[str, Any]) -> dict[str, str]:
+    """JSON by hook. Version 0.1 kept what is now two hooks' state among the run's own."""
+    if "hooks" in meta:
+        return dict(meta["hooks"])
+    state, config = meta["state"], flat(meta["identity"]["config"])
+    states: dict[str, dict[str, Any]] = {}
+    if config.get("train.early_stop.metric") is not None:
+        states["early_stop"] = {
+            "metric": config["train.early_stop.metric"],
+            "mode": config["train.early_stop.mode"],
+            "best": state["early_stop_best"],
+            "evaluations_since_best": state["evaluations_since_best"],
+        }
+    if config.get("checkpoint.best_metric") is not None:
+        states["checkpoint"] = {
+            "metric": config["checkpoint.best_metric"],
+            "mode": config["checkpoint.best_mode"],
+            "best": state["checkpoint_best"],
+        }
+    return {name: json.dumps(value) for name, value in states.items()}

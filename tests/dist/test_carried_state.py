@@ -1,0 +1,85 @@
+"""State carried from batch to batch: the example agrees with the same program by hand, on 1, then 2, then 4 ranks."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.frameworks.seeding import seed_task
+from tests.support.command import PROJECT, events, hpctrain, write_run
+
+CHARACTERS, CONTEXT, UNITS, LR, LANES, STEPS = 2000, 8, 16, 0.02, 8, 80
+LEAST_GAIN = 0.05
+"""What validation has to gain, or the rate falls."""
+PARTS = ((1, 10), (2, 37), (4, STEPS))
+"""Ranks, and the step after which they stop: each time in the middle of an epoch."""
+
+
+def by_hand() -> tuple[list[float], list[float], list[float]]:
+    """Losses by step, losses and rates by evaluation, of one process without anything of ours but the seed."""
+    text = Path(pydoc_data.topics.__file__).read_text(encoding="utf-8")[:CHARACTERS]
+    vocabulary, codes = np.unique(list(text), return_inverse=True)
+    samples = (len(codes) - 1) // CONTEXT
+    tokens = torch.from_numpy(codes[: samples * CONTEXT].reshape(samples, CONTEXT))
+    following = torch.from_numpy(codes[1 : samples * CONTEXT + 1].reshape(samples, CONTEXT))
+    length = (samples - samples // 10) // LANES
+    seed_task(0, "fp32", 0)
+    embedding, lstm = nn.Embedding(len(vocabulary), UNITS), nn.LSTM(UNITS, UNITS, batch_first=True)
+    head = nn.Linear(UNITS, len(vocabulary))
+    parameters = [*embedding.parameters(), *lstm.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=LR)
+    losses, judged, rates, hidden, best = [], [], [], None, float("inf")
+    for step in range(STEPS):
+        rows = torch.arange(LANES) * length + step % length
+        outputs, hidden = lstm(embedding(tokens[rows]), hidden)
+        hidden = tuple(each.detach() for each in hidden)
+        loss = nn.functional.cross_entropy(head(outputs).flatten(0, 1), following[rows].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if (step + 1) % length == 0:
+            hidden = None
+            with torch.no_grad():
+                outputs = head(lstm(embedding(tokens[-(samples // 10) :]))[0])
+                value = nn.functional.cross_entropy(
+                    outputs.flatten(0, 1), following[-(samples // 10) :].flatten()
+                ).item()
+            if value >= best - LEAST_GAIN:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            best = min(best, value) if value < best - LEAST_GAIN else best
+            judged.append(value)
+            rates.append(optimizer.param_groups[0]["lr"])
+    return losses, judged, rates
+
+
+@pytest.mark.world_size(4)
+def test_the_example_agrees_with_the_same_program_by_hand_over_1_then_2_then_4_ranks(tmp_path: Path) -> None:
+    example = yaml.safe_load((PROJECT / "examples/lstm.yaml").read_text(encoding="utf-8"))
+    del example["train"]["epochs"]
+    example["train"]["steps"] = STEPS
+    example["schedule"]["plateau"]["min_delta"] = LEAST_GAIN
+    example |= {"name": "run", "run_dir": str(tmp_path / "run"), "task": f"{PROJECT}/{example['task']}"}
+    arguments = {"characters": CHARACTERS, "context": CONTEXT, "units": UNITS, "lr": LR}
+    more = {"task_args": arguments, "track": {"every_steps": 1}, "monitor": {"enabled": False}}
+    run_file = write_run(tmp_path, **example, **more)
+    said = [hpctrain("run", "-n", ranks, run_file, "--train.steps", last, timeout=150).output for ranks, last in PARTS]
+    assert "state 'lanes' of 1 ranks is split over 2" in said[1]
+    assert "state 'lanes' of 2 ranks is split over 4" in said[2]
+    losses, judged, rates = by_hand()
+    run = tmp_path / "run"
+    assert [one["step"] for one in events(run, "train")] == list(range(1, STEPS + 1))
+    assert [one["loss"] for one in events(run, "train")] == pytest.approx(losses, rel=1e-5)
+    assert [one["metrics"]["loss"] for one in events(run, "eval")] == pytest.approx(judged, rel=1e-5)
+    assert len(set(rates)) > 1, "the rate was lowered, once at least"
+    assert events(run, "train")[-1]["lr"] == pytest.approx(rates[-1])
+    loaded = CheckpointStore(run / "checkpoints").load()
+    assert [lanes.shape for lanes in loaded.of_ranks["state/lanes/hidden.0"].values()] == [(1, LANES // 4, UNITS)] * 4
