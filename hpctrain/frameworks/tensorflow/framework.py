@@ -266,6 +266,8 @@ class KerasFramework:
         if self.loss_scale:
             self.loss_scale.load(arrays)
         restore_host_random_state(arrays)
+        if self.joint:  # each rank may have had its own when they were saved
+            self.joint.follow()
         self.factor = None  # the rates of the run file hold, not the saved ones
 
     def begin_averages(self) -> None:

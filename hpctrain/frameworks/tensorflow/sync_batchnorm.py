@@ -67,7 +67,11 @@ class SyncBatchNorm:
         self.statistics.begin_update(micro_batches)
         yield
         if self.statistics.passed_over:  # rank 0 has had all of them, see part_of
-            broadcast(self.group, self.variables, "follow BatchNorm's statistics")
+            self.follow()
+
+    def follow(self) -> None:
+        """Moving statistics become those of rank 0. Collective."""
+        broadcast(self.group, self.variables, "follow BatchNorm's statistics")
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:

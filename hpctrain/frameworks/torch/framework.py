@@ -313,6 +313,8 @@ class TorchFramework:
             scale.load(arrays)
         self.steps[...] = arrays.get(STEPS, 0)
         load_random(self.device, arrays)
+        if self.joint:  # each rank may have had its own when they were saved
+            self.joint.follow()
 
     def reseed(self, step: int) -> None:
         rank_seed = derive(self.config.seed, 1, self.world.data.rank, step)  # dropout must differ between ranks

@@ -80,9 +80,13 @@ class SyncBatchNorm:
         with OverRanks(self.statistics):
             yield
         if self.statistics.passed_over:  # rank 0 has had all of them, see part_of
-            joint = joint_names(self.model)
-            buffers = [buffer for name, buffer in self.model.named_buffers() if name in joint]
-            broadcast(self.group, buffers, "follow BatchNorm's statistics")
+            self.follow()
+
+    def follow(self) -> None:
+        """Running statistics become those of rank 0. Collective."""
+        joint = joint_names(self.model)
+        buffers = [buffer for name, buffer in self.model.named_buffers() if name in joint]
+        broadcast(self.group, buffers, "follow BatchNorm's statistics")
 
     def close(self) -> None:
         """Releases communicators."""
