@@ -19,8 +19,8 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.rank.staged import staged_args
-from hpctrain.tasks.blame import require_callables
-from hpctrain.tasks.definition import KerasTask, Task, TorchTask
+from hpctrain.tasks.blame import require_callables, require_fields
+from hpctrain.tasks.definition import KerasTask, Task
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.plan import global_batch
 
@@ -51,6 +51,7 @@ def make_problem(config: Config, world: World) -> Problem:
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
+    require_fields(task)
     data = config.data
     batch = global_batch(config.train, world.data.size)
     order: Order | StreamOrder
@@ -83,12 +84,16 @@ def make_problem(config: Config, world: World) -> Problem:
 
 def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     """The task with a function in place of a loss that is a name, or one of its framework's own."""
-    if isinstance(task, TorchTask):
-        from hpctrain.frameworks.torch.losses import as_loss
-    else:
-        from hpctrain.frameworks.tensorflow.losses import as_loss
+    if isinstance(task, KerasTask):
+        from hpctrain.frameworks.tensorflow import adopted, has_own_step
+
+        task = adopted(task, fields)
+        require_callables(task, "Keras", needs_loss=not has_own_step(task.model))
+        return task
+    from hpctrain.frameworks.torch.losses import as_loss
+
     task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
+    require_callables(task, "torch")
     return task
 
 

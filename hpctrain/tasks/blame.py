@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import re
 import traceback
 import types
@@ -10,14 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpctrain.errors import HpctrainError, UserError
+from hpctrain.tasks.definition import TorchScheduler
 
 MOST_CHARACTERS = 400
 """Of what an error says."""
 DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
 """What begins those parts of Keras' and TensorFlow's messages that are not for users."""
-PREFIX = re.compile(r"Exception encountered when calling [^\n]*\n+|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m")
+PREFIX = re.compile(
+    r"Exception encountered when calling [^\n]*\n+|Could not automatically infer [^\n]* Error encountered:"
+    r"|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m"
+)
 SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
+
+EXAMPLES = {
+    "torch": {"model": "nn.Linear(4, 3)", "optimizer": "torch.optim.Adam(model.parameters(), lr=1e-3)"},
+    "Keras": {"model": "keras.Sequential([...])", "optimizer": "keras.optimizers.Adam(1e-3)"},
+}
+"""How a field may be written."""
 
 
 @contextmanager
@@ -28,8 +42,12 @@ def blamed(field: str, fix: str) -> Iterator[None]:
     except HpctrainError:
         raise
     except Exception as error:
-        what = f"{field} fails on the first batch: {type(error).__name__}: {words(error)}{own_line(error)}"
-        raise UserError(what, fix) from error
+        raise blame(field, fix, error) from error
+
+
+def blame(field: str, fix: str, error: BaseException) -> UserError:
+    """An error of a task's own code, in a sentence that names a field of the task, and the line."""
+    return UserError(f"{field} fails on the first batch: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
 
 
 def words(error: BaseException) -> str:
@@ -92,15 +110,87 @@ def no_mean(name: str) -> UserError:
     return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
 
 
-def require_callables(task: Any, framework: str) -> None:
-    """Raises UserError if a field of a task is not a function but should be one."""
+def require_callables(task: Any, framework: str, needs_loss: bool = True) -> None:
+    """Raises UserError if a field of a task is missing, or not what it should be; not all tasks need a loss."""
     for name, value in (("model", task.model), ("optimizer", task.optimizer)):
-        if isinstance(value, (type, str, types.FunctionType)) or value is None:
-            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-            raise UserError(f"{name} of the task is {kind}", f"give an object: {name}=..., with its arguments by name")
-    fields = {"loss": task.loss, "forward": task.forward, **{f"metrics[{k!r}]": v for k, v in task.metrics.items()}}
-    for name, value in fields.items():
-        if isinstance(value, type) or not callable(value):
-            kind = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
-            arguments = "(model, batch)" if name == "forward" else "(outputs, batch)"
-            raise UserError(f"{name} of the task is {kind}", f"give a function{arguments} over {framework} tensors")
+        if value is None or isinstance(value, (type, str, types.FunctionType)):
+            fix = f"give an object: {name}={EXAMPLES[framework][name]}"
+            raise UserError(f"{name} of the task is {spoken(value)}{place_of(value)}", fix)
+    fields = {"loss": (task.loss, "(outputs, batch)"), "forward": (task.forward, "(model, batch)")}
+    fields |= {f"metrics[{key!r}]": (value, "(outputs, batch)") for key, value in task.metrics.items()}
+    for name, (value, arguments) in fields.items():
+        if value is not None or name != "loss" or needs_loss:
+            require_function(name, value, arguments, f"{framework} tensors")
+
+
+def require_function(name: str, value: Any, arguments: str, of: str) -> None:
+    """Raises UserError unless a field can be called with these arguments."""
+    fix = f"give a function{arguments} over {of}"
+    if isinstance(value, type) or not callable(value):
+        raise UserError(f"{name} of the task is {spoken(value)}", fix)
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        signature = inspect.signature(value)
+        try:
+            signature.bind(*[None] * (arguments.count(",") + 1))
+        except TypeError:
+            raise UserError(f"{name} of the task takes {signature}, not {arguments}{place_of(value)}", fix) from None
+
+
+def spoken(value: Any) -> str:
+    """A value of a wrong type, for a message."""
+    if value is None:
+        return "missing"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, types.FunctionType):
+        return f"the function {value.__name__}"
+    return f"{type(value).__name__} {' '.join(repr(value).split()):.40}"
+
+
+def place_of(value: Any) -> str:
+    """' (task.py:12: `def loss(outputs):`)': where a function of the user's begins."""
+    if not isinstance(value, (types.FunctionType, types.MethodType)):
+        return ""
+    code = value.__code__
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno}: `{line}`)"
+
+
+def require_fields(task: Any) -> None:
+    """Raises UserError if what a task says of its data, or of the loop, is missing or not what it should be."""
+    if task.train is None:
+        fix = "give data: train={'x': ..., 'y': ...}, NumPy arrays whose first axis runs over the samples, or a path"
+        raise UserError("train of the task is missing", fix)
+    if isinstance(task.train, tuple) and all(map(is_array, task.train)):
+        fix = "name the arrays: train={'x': x, 'y': y}; the model gets the first one"
+        raise UserError(f"train of the task is a tuple of {len(task.train)} arrays", fix)
+    if not isinstance(task.metrics, Mapping):
+        fix = "give functions by name: metrics={'accuracy': accuracy}"
+        raise UserError(f"metrics= of the task is {spoken(task.metrics)}", fix)
+    if not isinstance(task.hooks, (list, tuple)):
+        raise UserError(f"hooks= of the task is {spoken(task.hooks)}", "give a list of hooks: hooks=[MyHook()]")
+    fields = {
+        "transform": (task.transform, "(sample, rng)", "dicts of NumPy arrays"),
+        "collate": (task.collate, "(samples)", "lists of dicts of NumPy arrays"),
+        "sampler": (task.sampler, "(epoch)", "hpctrain.Epoch"),
+        "schedule": (task.schedule, "(step)", "whole numbers, or a TorchScheduler for PyTorch"),
+    }
+    for name, (value, arguments, of) in fields.items():
+        if value is not None and not isinstance(value, TorchScheduler):
+            require_function(name, value, arguments, of)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value has a shape, as arrays and tensors have."""
+    return isinstance(value, np.ndarray) or hasattr(value, "shape")
+
+
+def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:
+    """A task that could not be made, since an argument has a name that no field has, or is given twice."""
+    return UserError(f"the task cannot be made: {words(error)}{own_line(error)}", f"its fields are {', '.join(fields)}")
+
+
+def of_float64(batch: Mapping[str, Any]) -> str:
+    """What is added to a fix if arrays have NumPy's type of numbers, and not that of models."""
+    wide = [name for name, array in batch.items() if str(array.dtype).rpartition(".")[2] == "float64"]
+    return f". {', '.join(wide)} is float64 and models are float32: use array.astype(np.float32)" if wide else ""

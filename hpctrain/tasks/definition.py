@@ -17,6 +17,12 @@ def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
     return model(next(iter(batch.values())))
 
 
+def in_order(batch: Mapping[str, Any]) -> Any:
+    """The arrays of a batch, as ``fit`` packs them: one by itself, several as a tuple."""
+    arrays = tuple(batch.values())
+    return arrays if len(arrays) > 1 else arrays[0]
+
+
 @dataclass(frozen=True)
 class TorchScheduler:
     """A scheduler of ``torch.optim.lr_scheduler``, for ``TorchTask(schedule=...)``. Its state is saved with the run."""
@@ -35,12 +41,12 @@ class Task:
 
     model: Any
     """torch.nn.Module, or keras.Model on the TensorFlow backend."""
-    loss: Any
+    loss: Any = None
     """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
     own losses, if samples hold two arrays: the second one is the target."""
-    optimizer: Any
+    optimizer: Any = None
     """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
-    train: Any
+    train: Any = None
     """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, an hpctrain dataset, a torch
     Dataset, a tf.data.Dataset, or a function that returns one of these."""
     validation: Any = None
@@ -70,5 +76,13 @@ class TorchTask(Task):
     """A task whose model is a torch.nn.Module."""
 
 
+@dataclass(frozen=True)
 class KerasTask(Task):
-    """A task whose model is a Keras 3 model on the TensorFlow backend."""
+    """A task whose model is a Keras 3 model on the TensorFlow backend.
+
+    A compiled model brings its loss, metrics and optimizer along, and one with its own ``train_step`` is trained by it.
+    """
+
+    fit_data: Callable[[Mapping[str, Any]], Any] = in_order
+    """fit_data(batch) gives what ``fit`` would hand to a compiled model's loss, or to ``train_step``: x, (x, y) or
+    (x, y, sample_weight). By default the batch's arrays in their order."""
