@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
     from hpctrain.checkpoint.hook import CheckpointHook, checkpoint_hook
     from hpctrain.checkpoint.initial import load_initial
+    from hpctrain.checkpoint.initial_match import Source
     from hpctrain.checkpoint.inspect import summary_tree, tensor_differences, tensor_summaries
     from hpctrain.checkpoint.policy import Retention
     from hpctrain.checkpoint.reading import Loaded
@@ -30,6 +31,7 @@ _MODULES = {
     "Outcome": "saver",
     "Retention": "policy",
     "Saver": "saver",
+    "Source": "initial_match",
     "UnreadableCheckpoint": "format.layout",
     "array_tensors": "saver",
     "checkpoint_hook": "hook",
@@ -51,6 +53,7 @@ __all__ = [
     "Outcome",
     "Retention",
     "Saver",
+    "Source",
     "UnreadableCheckpoint",
     "array_tensors",
     "checkpoint_hook",

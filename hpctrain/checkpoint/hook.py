@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.checkpoint.exports.weights import MODEL
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.hook_state import restore, state_of
 from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial_match import Source
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
@@ -31,6 +33,7 @@ from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
+from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.training import Training
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
@@ -113,7 +116,8 @@ class CheckpointHook(BaseHook):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
             self._say(f"state of hook {name} is left out: this run has none" for name in restore(self.hooks, loaded))
         elif self.config.init_from:
-            match = load_initial(self.config.init_from, training.framework)
+            source = Source(self.config.init_from, self.config.init_rename, self.config.init_missing)
+            match = load_initial(source, training.framework)
             self._report(InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
         self.last_s = time.monotonic()
 
@@ -211,6 +215,7 @@ class CheckpointHook(BaseHook):
             "framework": framework.name,
             "best": self.is_best,
             "time": time.time(),
+            "trained": trained_alone(tensors),
             **self.constant,
         }
         self.saver.begin([*tensors, *hooks.tensors], step, meta, framework.synchronize)
@@ -261,6 +266,13 @@ class CheckpointHook(BaseHook):
             with suppress(OSError):  # the job's output may be on the disk that is full
                 for line in lines:
                     foreign_text.show(line)
+
+
+def trained_alone(tensors: Iterable[StateTensor]) -> list[str] | None:
+    """Names of the weights that updates change, if there are frozen ones beside them: an adapter's."""
+    weights = [it for it in tensors if it.name.startswith(MODEL) and it.placement is Placement.REPLICATED]
+    trained = [it.name for it in weights if it.is_trained]
+    return None if len(trained) == len(weights) else trained
 
 
 def told(event: Event) -> Iterator[str]:

@@ -1,99 +1,119 @@
-"""Initial weights from a checkpoint or a safetensors file, for fine-tuning."""
+"""Initial weights, for fine-tuning: from checkpoints, folders of Hugging Face models, and files of weights."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.conversion import converted
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
-from hpctrain.checkpoint.format.files import is_absent
+from hpctrain.checkpoint.format import Reader
+from hpctrain.checkpoint.format.files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
+from hpctrain.checkpoint.format.strict_json import parse_json
+from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.store import locate
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
 from hpctrain.train.state import StateTensor
 
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+KERAS_FILE = ".weights.h5"
+INDEX = "model.safetensors.index.json"
+"""Of a Hugging Face model in several files."""
+OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
+"""Files of Hugging Face models and of PEFT adapters in one piece."""
 
-@dataclass(frozen=True)
-class Match:
-    """Which weights were taken, by name without ``model/``."""
-
-    taken: tuple[str, ...]
-    missing: tuple[str, ...]
-    """In the model, not in the source: they keep their initial values."""
-    unexpected: tuple[str, ...]
-    """In the source, not in the model: left out."""
-    reshaped: tuple[str, ...]
-    """In both, with different shapes: they keep their initial values."""
+Weights = tuple[dict[str, NDArray[Any]], dict[str, str]]
+"""Arrays (bfloat16 as uint16) and logical types, by name."""
 
 
-def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:
-    """Compares shapes by name."""
-    both = [name for name in wanted if name in found]
-    return Match(
-        taken=tuple(name for name in both if wanted[name] == found[name]),
-        missing=tuple(name for name in wanted if name not in found),
-        unexpected=tuple(name for name in found if name not in wanted),
-        reshaped=tuple(name for name in both if wanted[name] != found[name]),
-    )
-
-
-def load_initial(source: str, framework: Framework) -> Match:
+def load_initial(source: Source, framework: Framework) -> Match:
     """Gives the model the weights of a source wherever name and shape agree; all else stays as it is.
 
     A moving average of the weights begins at the weights that were taken.
 
     Args:
-        source: run folder, checkpoint folder, or .safetensors file (names with or without ``model/``).
+        source: run folder, checkpoint folder, folder of a Hugging Face model, or a file: .safetensors, .pt, .pth, .bin
+            or .ckpt (names with or without ``model/``), or .weights.h5 for a Keras model.
 
     Raises:
-        UserError: the source is not there, or no name and shape agrees.
+        UserError: the source is not there or holds more than weights, or the model has weights that it lacks and
+            ``source.missing`` does not name.
         DamagedCheckpoint: it is damaged.
         UnreadableCheckpoint: it cannot be read now.
     """
-    arrays, dtypes = weights_of(source)
+    framework.synchronize()
+    if source.path.endswith(KERAS_FILE):
+        from hpctrain.checkpoint.tensorflow_initial import load_keras_file
+
+        return load_keras_file(source, framework)
+    arrays, dtypes = weights_of(source.path)
+    arrays, dtypes = renamed(arrays, source.rename, source.path), renamed(dtypes, source.rename, source.path)
     state = framework.state()
     wanted = {it.name.removeprefix(MODEL): it.shape for it in state if it.name.startswith(MODEL)}
-    match = match_names(wanted, {name: array.shape for name, array in arrays.items()})
-    if not match.taken:
-        raise UserError(
-            f"no weight of {source} has the name and shape of one of the model "
-            f"(it has {', '.join(list(arrays)[:3])} ...; the model has {', '.join(list(wanted)[:3])} ...)",
-            "rename the weights, or set checkpoint.init_from to a checkpoint of this model",
-        )
+    match = require_meant(source, wanted, {name: array.shape for name, array in arrays.items()})
+    taken = frozenset(match.taken)
     values = {it.name: current(it) for it in state}
     for it in state:
         prefix = next((prefix for prefix in (MODEL, AVERAGE) if it.name.startswith(prefix)), None)
         name = it.name.removeprefix(prefix or "")
-        if prefix and name in match.taken:
+        if prefix and name in taken:
             values[it.name] = converted(arrays[name], dtypes[name], it.dtype)
     framework.synchronize()
     framework.load(values)
     return match
 
 
-def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+def weights_of(source: str) -> Weights:
     """Model arrays and their logical types, by name without ``model/``. Every rank reads them by itself."""
-    if os.path.isdir(source):
+    files = files_of(Path(source)) if os.path.isdir(source) else [Path(source)]
+    if not files:
         store, step = locate(source)
         loaded = store.load(step)
         model = {name for name in loaded.arrays if name.startswith(MODEL)}
         arrays, dtypes = {name: loaded.arrays[name] for name in model}, loaded.dtypes
-    elif is_absent(source):
-        raise UserError(f"{source} does not exist", "check checkpoint.init_from")
     else:
-        path = Path(os.path.realpath(source))  # the user's own path is followed; one from a checkpoint never is
-        arrays, dtypes = patiently(lambda: safetensors.read(path))
+        arrays, dtypes = {}, {}
+        for file in files:
+            more, their_dtypes = weights_of_file(file)
+            arrays, dtypes = arrays | more, dtypes | their_dtypes
     plain = {name: name.removeprefix(MODEL) for name in arrays}
     return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}
+
+
+def weights_of_file(path: Path) -> Weights:
+    """What a file holds."""
+    if is_absent(path):
+        raise UserError(f"{path} does not exist", "check checkpoint.init_from")
+    real = Path(os.path.realpath(path))  # the user's own path is followed; one from a checkpoint never is
+    if path.name.endswith(TORCH_FILES):
+        try:
+            from hpctrain.checkpoint.torch_initial import read_torch_file
+        except ModuleNotFoundError:
+            raise UserError(
+                f"{path} is read with PyTorch, which is not installed", "save the weights as .safetensors"
+            ) from None
+        return patiently(lambda: read_torch_file(real))
+    return patiently(lambda: safetensors.read(real))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of weights in the folder of a Hugging Face model; none if it is none. Raises DamagedCheckpoint."""
+    if (folder / INDEX).is_file():
+        with reading(folder / INDEX) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            index = Reader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
+        names = Reader(index.get("weight_map", dict, "an object"), index.where).value.values()
+        if any(type(name) is not str or Path(name).name != name for name in names):
+            index.fail("weight_map names what is not a file beside it")
+        return [folder / name for name in sorted(set(names))]
+    return next(([folder / name] for name in OF_FOLDERS if (folder / name).is_file()), [])
 
 
 def current(tensor: StateTensor) -> NDArray[Any]:
@@ -101,15 +121,3 @@ def current(tensor: StateTensor) -> NDArray[Any]:
     value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
     tensor.copy_into(value)
     return value
-
-
-def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """An array of another floating-point type; values are rounded if it has fewer bits."""
-    if dtype == wanted:
-        return array
-    if dtype == "bfloat16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    if wanted == "bfloat16":
-        bits = array.astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even; NaN excepted
-    return array.astype(ITEM_TYPES[wanted])

@@ -16,6 +16,7 @@ from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint import CheckpointStore, Loaded
+    from hpctrain.checkpoint.exports import Selection
 
 PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder"
 SUFFIXES = (".safetensors", ".pt", ".weights.h5")
@@ -38,6 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("second", help="likewise")
     export.add_argument(
         "-o", "--output", required=True, metavar="FILE", help=f"its suffix decides: {', '.join(SUFFIXES)}"
+    )
+    export.add_argument(
+        "--trainable-only", action="store_true", help="only what was trained: an adapter without its base"
+    )
+    export.add_argument(
+        "--merge-lora",
+        type=float,
+        metavar="ALPHA",
+        help="add LoRA adapters to their weights, times ALPHA over the rank",
+    )
+    export.add_argument(
+        "--rename", action="append", default=[], metavar="OLD=NEW", help="another beginning of names: --rename model.="
+    )
+    export.add_argument(
+        "--like", metavar="FOLDER", help="write a folder for from_pretrained: FOLDER's configuration, and the weights"
     )
     export.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     for action in (ls, verify, inspect, diff, export):
@@ -135,28 +151,47 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.exports import export_safetensors
+    from hpctrain.checkpoint.exports import export_folder, export_safetensors
 
-    output = Path(args.output)
-    if not args.output.endswith(SUFFIXES):
+    output, selection = Path(args.output), selection_of(args)
+    if not args.like and not args.output.endswith(SUFFIXES):
         raise UserError(f"--output is {args.output}: its suffix names no format", f"end it in {', '.join(SUFFIXES)}")
     loaded = load(args.path, args.step)
-    if args.output.endswith(".safetensors"):
-        export_safetensors(loaded, output, args.ema)
+    if args.like:
+        output = export_folder(loaded, output, Path(args.like), selection)
+    elif args.output.endswith(".safetensors"):
+        export_safetensors(loaded, output, selection)
     elif args.output.endswith(".pt"):
         from hpctrain.checkpoint.exports import export_state_dict
 
-        export_state_dict(loaded, output, args.ema)
+        export_state_dict(loaded, output, selection)
     else:
-        export_weights_h5(loaded, output, args.ema)
+        export_weights_h5(loaded, output, selection)
     row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
     emit(args, row, [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"])
     return ExitCode.DONE
 
 
-def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
+def selection_of(args: argparse.Namespace) -> Selection:
+    """What the options of ``export`` mean together. Raises UserError."""
+    from hpctrain.checkpoint.exports import Selection
+
+    pairs = [pair.partition("=") for pair in args.rename]
+    if any(not equals for _, equals, _ in pairs):
+        raise UserError(
+            f"--rename {args.rename[0]} has no =", "write --rename OLD=NEW; --rename model.= takes model. away"
+        )
+    if args.trainable_only and args.merge_lora is not None:
+        raise UserError(
+            "--merge-lora needs the frozen weights, which --trainable-only leaves out", "give one of the two"
+        )
+    rename = {old: new for old, _, new in pairs}
+    return Selection(args.ema, args.trainable_only, args.merge_lora, rename)
+
+
+def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
-    from hpctrain.checkpoint.exports import model_weights, replace_whole
+    from hpctrain.checkpoint.exports import Selection, model_weights, replace_whole
     from hpctrain.checkpoint.format import Reader
     from hpctrain.comm.world import alone
     from hpctrain.frameworks.seeding import seed_task
@@ -164,6 +199,11 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
 
+    if dataclasses.replace(selection, averaged=False) != Selection():
+        raise UserError(
+            "a .weights.h5 file holds all weights of a model, by their places in it",
+            "export to a .safetensors file, or without --trainable-only, --merge-lora and --rename",
+        )
     if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
     identity = Reader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
@@ -177,7 +217,7 @@ def export_weights_h5(loaded: Loaded, output: Path, averaged: bool) -> None:
     make_weights(task, lambda: examples_of(open_training_data(task)), seed)
     from hpctrain.checkpoint.exports import export_keras
 
-    arrays = {f"model/{name}": array for name, array in model_weights(loaded, averaged)[0].items()}
+    arrays = {f"model/{name}": array for name, array in model_weights(loaded, selection)[0].items()}
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 

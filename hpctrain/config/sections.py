@@ -73,10 +73,14 @@ class TrainConfig:
     """Evaluate every N epochs."""
     eval_every_steps: int | None = None
     """Evaluate every N steps, too."""
+    eval_batch_per_rank: int | None = None
+    """Samples of one validation batch on each rank; by default as many as in a training micro-batch."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
+    sync_batchnorm: bool = False
+    """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: int | None = None
@@ -85,8 +89,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("epochs", "steps", "global_batch", "batch_per_rank", "accumulate", "eval_every_epochs"):
             at_least(f"train.{key}", getattr(self, key), 1)
+        at_least("train.eval_batch_per_rank", self.eval_batch_per_rank, 1)
         at_least("train.eval_every_steps", self.eval_every_steps, 1)
         at_least("train.threads", self.threads, 1)
+        if self.compile and self.sync_batchnorm:
+            both = "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks"
+            raise WrongValue("train.compile", both, "leave one of them out")
         above("train.clip_norm", self.clip_norm, 0)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             key = "train.ema_decay"
@@ -210,8 +218,9 @@ class ReduceConfig:
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
     bucket_bytes: int = 8 * 2**20
     """Size of a bucket if buckets are sent during backward."""
-    sparse: Literal["densify", "refuse"] = "densify"
-    """What to do with sparse gradients (embeddings)."""
+    sparse: Literal["auto", "densify", "refuse"] = "auto"
+    """Sparse gradients of embeddings: auto lets rows travel alone if the optimizer updates rows alone, densify makes
+    them dense, refuse names them and ends the run."""
     verify_every_steps: int | None = None
     """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
 
@@ -277,7 +286,13 @@ class CheckpointConfig:
     verify_replicated: bool = False
     """Check at each save that what is declared replicated is equal on all ranks (debugging)."""
     init_from: str | None = None
-    """Run folder, checkpoint or safetensors file whose weights the model starts from (fine-tuning)."""
+    """What the weights start from (fine-tuning): run folder, checkpoint, folder of a Hugging Face model, or a file:
+    .safetensors, .pt, .pth, .bin, .ckpt, or .weights.h5 of Keras."""
+    init_rename: dict[str, str] = field(default_factory=dict)
+    """Beginnings of names in init_from, and what they are in the model, such as {"encoder.": "model.encoder."}."""
+    init_missing: tuple[str, ...] = ()
+    """Patterns of the model's weights, such as head.*, that keep their initial values if init_from lacks them or has
+    them in another shape. Others are refused."""
     accept: tuple[str, ...] = ()
     """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
     train.epochs. On the command line: --accept KEY."""

@@ -11,19 +11,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.frameworks.named_state import load_tensors
+    from hpctrain.frameworks.named_state import load_tensors, plain_name
     from hpctrain.frameworks.seeding import seed_task
     from hpctrain.frameworks.update import UpdateResult
 
 _MODULES = {
     "UpdateResult": "update",
     "load_tensors": "named_state",
+    "plain_name": "named_state",
     "seed_task": "seeding",
 }
 
 __all__ = [
     "UpdateResult",
     "load_tensors",
+    "plain_name",
     "seed_task",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,13 @@ from hpctrain.train.state import Placement
 
 HELD = ("held/", "rng/held/")
 """Begin the names of what a task keeps outside its model and its optimizer's slots."""
+COMPILED = re.compile(r"(?<![^./])_orig_mod(\.|$)")
+"""Stands in PyTorch's names of what lies below a module that torch.compile returned."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor or module, whether the module that holds it was compiled or not."""
+    return COMPILED.sub("", name).removesuffix(".")
 
 
 class Assignable(Protocol):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.errors import UserError
 from hpctrain.reduce.layout import Layout
 
-Sparse = Literal["densify", "refuse"]
+Sparse = Literal["auto", "densify", "refuse"]
 
 
 class FlatGradients:
@@ -31,7 +31,7 @@ class FlatGradients:
         flat: Tensor,
         layout: Layout,
         ready: Callable[[int], None],
-        sparse: Sparse = "densify",
+        sparse: Sparse = "auto",
     ) -> None:
         """``ready(bucket)`` is called once all gradients of a bucket, and of those before it, are in the buffer."""
         self.names = [name for name, _ in parameters]

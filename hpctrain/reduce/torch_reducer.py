@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -22,9 +22,17 @@ from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.torch_allreduce import TensorAllreduce, open_tensor_allreduce
 from hpctrain.reduce.torch_gradients import FlatGradients, Sparse, densify
 from hpctrain.reduce.torch_horovod import open_horovod_allreduce, unfit
+from hpctrain.reduce.torch_sparse import SparseGradients
 
 Number: TypeAlias = float | Tensor
 """A float, or a scalar tensor on any device."""
+
+
+class Parameters(Protocol):
+    """A module, or some parameters of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """In a fixed order."""
 
 
 class Reducer(Protocol):
@@ -63,15 +71,22 @@ class NoReducer:
 
     name = "none"
 
-    def __init__(self, parameters: Sequence[tuple[str, Parameter]], sparse: Sparse = "densify") -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        tables: SparseGradients | None = None,
+        sparse: Sparse = "auto",
+    ) -> None:
         self.named = parameters
         self.parameters = [parameter for _, parameter in parameters]
+        self.tables = tables or SparseGradients(())
         self.sparse = sparse
         self.last_backward = True
 
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        self.tables.begin()
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         for name, parameter in self.named:
@@ -79,6 +94,7 @@ class NoReducer:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
+        self.tables.exchange()
         slots = [0.0] * SLOTS
         slots[LOSS] = float(loss)
         if weight is not None:
@@ -86,16 +102,19 @@ class NoReducer:
         return read_slots(slots)
 
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [*dense, *self.tables.values()]
 
     def close(self) -> None:
-        """See Reducer."""
+        self.tables.close()
 
 
 class FlatReducer:
-    """Gradients in one flat buffer that is summed over the ranks."""
+    """Gradients in one flat buffer that is summed over the ranks, and those of tables beside it."""
 
-    def __init__(self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce) -> None:
+    def __init__(
+        self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce, tables: SparseGradients | None = None
+    ) -> None:
         self.name = name
         self.flat_gradients = flat_gradients
         self.sum = sum_
@@ -103,7 +122,7 @@ class FlatReducer:
         self.values = sum_.flat[:boundary]
         self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
-        self.begin = flat_gradients.begin
+        self.tables = tables or SparseGradients(())
         flat_gradients.attach()
 
     @property
@@ -114,6 +133,10 @@ class FlatReducer:
     def last_backward(self, value: bool) -> None:
         self.flat_gradients.last_backward = value
 
+    def begin(self) -> None:
+        self.flat_gradients.begin()
+        self.tables.begin()
+
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         self.slots.zero_()
         self.slots[LOSS] = loss
@@ -123,28 +146,38 @@ class FlatReducer:
         self.flat_gradients.complete()
         self.sum.finish()
         self.flat_gradients.publish()
+        self.tables.exchange()
         return read_slots(self.slots.tolist())
 
     def gradients(self) -> list[Tensor]:
         if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
-            return [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
-        return [self.values]
+            dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
+            return [*dense, *self.tables.values()]
+        return [self.values, *self.tables.values()]
 
     def close(self) -> None:
         self.flat_gradients.detach()
         self.sum.close()
+        self.tables.close()
 
 
-def make_reducer(candidate: Candidate, group: Group, model: Module, config: ReduceConfig) -> Reducer:
+def make_reducer(
+    candidate: Candidate, group: Group, model: Parameters, config: ReduceConfig, sparse: Iterable[Parameter] = ()
+) -> Reducer:
     """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
+
+    Gradients of ``sparse``, which are some of them, stay sparse.
 
     Raises:
         UserError: Horovod is missing or does not fit.
     """
-    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ids = {id(parameter) for parameter in sparse}
+    wanted = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = [(name, parameter) for name, parameter in wanted if id(parameter) not in ids]
+    rows_of = [parameter for _, parameter in wanted if id(parameter) in ids]
     if candidate.kind == "none":
-        return NoReducer(parameters, config.sparse)
-    dtype, device = _common(parameters)
+        return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
+    dtype, device = _common(wanted)
     overlaps = candidate.way == "overlap"
     element_bytes = 8 if dtype == torch.float64 else 4
     layout = plan(
@@ -160,18 +193,21 @@ def make_reducer(candidate: Candidate, group: Group, model: Module, config: Redu
     def ready(number: int) -> None:
         sum_.start(layout.buckets[number].begin, layout.buckets[number].end)
 
-    return FlatReducer(candidate.name, FlatGradients(parameters, sum_.flat, layout, ready, config.sparse), sum_)
+    gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
+    return FlatReducer(candidate.name, gradients, sum_, SparseGradients(rows_of, group, dtype))
 
 
 @dataclass(frozen=True)
 class TorchReducers:
     """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
 
-    model: Module
+    model: Parameters
     config: ReduceConfig
+    sparse: Sequence[Parameter] = ()
+    """Parameters whose gradients stay sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
 
         def has_horovod() -> bool:  # asked on all ranks or on none
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
@@ -180,7 +216,7 @@ class TorchReducers:
         return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        return make_reducer(candidate, group, self.model, self.config)
+        return make_reducer(candidate, group, self.model, self.config, self.sparse)
 
 
 def measured_reducer(
@@ -190,6 +226,7 @@ def measured_reducer(
     rehearse: Callable[[Reducer], object],
     chosen: str | None = None,
     announce: Callable[[Choice], object] | None = None,
+    sparse: Sequence[Parameter] = (),
 ) -> Reducer:
     """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
 
@@ -200,11 +237,12 @@ def measured_reducer(
         rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
         chosen: the name of an earlier choice, which is kept without measuring.
         announce: called with what was measured, if there was a choice.
+        sparse: tables whose gradients stay sparse, so that only rows travel; others become dense.
 
     Raises:
         UserError: the configured kind cannot be used here, for example Horovod that is not installed.
     """
-    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config), rehearse)
+    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config, sparse), rehearse)
 
 
 def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint import CheckpointStore, load_initial
-from hpctrain.checkpoint.exports import export_safetensors
+from hpctrain.checkpoint import CheckpointStore, Source, load_initial
+from hpctrain.checkpoint.exports import Selection, export_safetensors
 from hpctrain.comm.world import alone
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config
@@ -62,7 +62,7 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
     mlflow.set_tracking_uri(tracking_uri(uri))
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.safetensors"
-        export_safetensors(loaded, weights, averaged=config.train.ema_decay is not None)
+        export_safetensors(loaded, weights, Selection(averaged=config.train.ema_decay is not None))
         framework, problem = restore(config, str(weights))
         batch = example(problem)
         data = RunView(run_dir.path).history()
@@ -94,7 +94,7 @@ def restore(config: Config, weights: str) -> tuple[Framework, Problem]:
     plain = dataclasses.replace(config, task=task, train=train)
     problem = make_problem(plain, alone())
     framework = make_framework(plain, alone(), problem.task, IntervalClock())
-    load_initial(weights, framework)
+    load_initial(Source(weights), framework)
     return framework, problem
 
 

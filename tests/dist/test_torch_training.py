@@ -27,15 +27,15 @@ pytestmark = pytest.mark.world_size(4)
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
     """What a program prints as JSON."""
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240)
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
-    more = {1: ("evaluated",), 2: ELSEWHERE, 4: ()}[ranks]
-    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *more)
+    more = {1: ("evaluated", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("tables",)}[ranks]
+    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", *more)
     return found
 
 
@@ -76,6 +76,17 @@ def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str, ki
     require_equal_ranks(found)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
+    found, wanted = results(ranks)["joined"], results(1)["joined"]
+    require_same_training(found["losses"], wanted["losses"], rtol=1e-9)
+    require_equal_ranks(found)
+    assert len(set(found["uneven"])) == 1
+    assert {found["placed"][f"model/{name}"] for name in ("1.running_mean", "5.num_batches_tracked")} == {"replicated"}
+    totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
+    np.testing.assert_allclose(*totals, rtol=1e-9)
+
+
 def test_clipping_and_weights_matter() -> None:
     for kind in ("clip", "weighted"):
         with pytest.raises(AssertionError):
@@ -108,6 +119,19 @@ def test_sparse_gradients_become_dense_or_are_refused() -> None:
     require_equal_ranks(found["sparse"])
     assert "embedding.weight is sparse" in found["refused"]["error"]
     assert "fix:" in found["refused"]["error"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int) -> None:
+    """The seventh of nine batches has three samples: on four ranks the last has none."""
+    found, one = results(ranks)["tables"], results(1)["tables"]
+    assert len(found) == 10
+    for name, run_ in found.items():
+        require_same_training(run_["losses"], one[name]["losses"], 1e-5)
+        require_equal_ranks(run_)
+        np.testing.assert_allclose(run_["replicated"][0], one[name]["replicated"][0], rtol=1e-4, atol=1e-5)
+        whole = found.get(name.replace("auto", "densify"), run_)
+        require_same_training(run_["losses"], whole["losses"], 1e-6)
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update() -> None:

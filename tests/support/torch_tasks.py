@@ -62,6 +62,20 @@ def noisy_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 3))
 
 
+def normalised_model() -> nn.Module:
+    """BatchNorm of several kinds, in float64."""
+    return nn.Sequential(
+        *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 6, 3)),
+        *(nn.SyncBatchNorm(6, momentum=None), nn.Flatten(), nn.BatchNorm1d(12, affine=False), nn.Linear(12, 3)),
+    ).double()
+
+
+def in_float64(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Outputs for the points."""
+    outputs: Tensor = model(batch["x"].double())
+    return outputs
+
+
 class Words(nn.Module):
     """An embedding with sparse gradients, and a parameter that has no part in the loss."""
 
@@ -96,6 +110,41 @@ def accuracy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """With momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def words_forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of Words."""
+    outputs: Tensor = model(batch)
+    return outputs
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([group for one in inner for group in one.param_groups], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Each takes its own."""
+        for one in self.inner:
+            one.step()
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Takes sparse gradients, and has state."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """For the table of Words, and Adam for the rest."""
+    rest = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
+    return Together(torch.optim.SparseAdam([model.embedding.weight], lr=0.05), torch.optim.AdamW(rest, lr=0.01))
 
 
 def make_framework(

@@ -9,11 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpctrain.checkpoint.exports.hugging_face import export_folder
     from hpctrain.checkpoint.exports.tensorflow_weights import export_keras
     from hpctrain.checkpoint.exports.torch_state_dict import export_state_dict
-    from hpctrain.checkpoint.exports.weights import export_safetensors, model_weights, replace_whole
+    from hpctrain.checkpoint.exports.weights import Selection, export_safetensors, model_weights, replace_whole
 
 _MODULES = {
+    "Selection": "weights",
+    "export_folder": "hugging_face",
     "export_keras": "tensorflow_weights",
     "export_safetensors": "weights",
     "export_state_dict": "torch_state_dict",
@@ -22,6 +25,8 @@ _MODULES = {
 }
 
 __all__ = [
+    "Selection",
+    "export_folder",
     "export_keras",
     "export_safetensors",
     "export_state_dict",

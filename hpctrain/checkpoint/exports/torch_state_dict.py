@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exports.weights import model_weights, write_whole
+from hpctrain.checkpoint.exports.weights import WHOLE, Selection, model_weights, write_whole
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.train.tree import put_together
@@ -18,10 +18,12 @@ EXTRA = "held/model/extra/"
 """Prefix of what modules say of themselves beside their tensors."""
 
 
-def export_state_dict(loaded: Loaded, path: Path, averaged: bool = False) -> None:
+def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
     """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
-    arrays, dtypes = model_weights(loaded, averaged)
-    state = {name: tensor_of(np.array(array), dtypes[name]) for name, array in arrays.items()} | extra_state(loaded)
+    arrays, dtypes = model_weights(loaded, selection)
+    state: dict[str, Any] = {name: tensor_of(np.array(array), dtypes[name]) for name, array in arrays.items()}
+    if not selection.trainable_only:
+        state |= extra_state(loaded)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     write_whole(path, [buffer.getvalue()])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint.exports.lora import merge_lora
+from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
@@ -17,18 +20,34 @@ MODEL = "model/"
 """Prefix of the model's parameters and buffers in a checkpoint."""
 AVERAGE = "ema/"
 """Prefix of moving averages of parameters."""
+Weights = tuple[dict[str, NDArray[Any]], dict[str, str]]
+"""Arrays (bfloat16 as uint16) and logical types, by name."""
 
 
-def model_weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+@dataclass(frozen=True)
+class Selection:
+    """Which weights of a checkpoint are exported, and how they are called."""
+
+    averaged: bool = False
+    """Take the moving average if a weight has one."""
+    trainable_only: bool = False
+    """Leave out frozen weights, and buffers: what remains is the adapter."""
+    lora_alpha: float | None = None
+    """Add LoRA adapters to the weights they adapt, times this number over their rank."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names, and what takes their place."""
+
+
+WHOLE = Selection()
+
+
+def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     """The model's arrays and logical types, by name without ``model/``.
 
-    Args:
-        loaded: a checkpoint.
-        averaged: take the moving average if a weight has one.
-
     Raises:
-        UserError: there are no weights, or no average.
+        UserError: there are no weights, no average, or nothing that ``selection`` could be applied to.
     """
+    averaged = selection.averaged
     source = {name.removeprefix(MODEL): name for name in loaded.arrays if name.startswith(MODEL)}
     average = {name.removeprefix(AVERAGE): name for name in loaded.arrays if name.startswith(AVERAGE)}
     if not source:
@@ -43,17 +62,44 @@ def model_weights(loaded: Loaded, averaged: bool = False) -> tuple[dict[str, NDA
     for name, saved in others.items() if isinstance(others, dict) else ():  # tied weights: stock loaders want each name
         if isinstance(saved, str) and saved in source:
             source[name] = source[saved]
-    arrays = {name: loaded.arrays[full] for name, full in source.items()}
-    return arrays, {name: loaded.dtypes[full] for name, full in source.items()}
+    if selection.trainable_only:
+        trained = trained_names(loaded, source)
+        source = {name: full for name, full in source.items() if name in trained}
+    weights: Weights = (
+        {name: loaded.arrays[full] for name, full in source.items()},
+        {name: loaded.dtypes[full] for name, full in source.items()},
+    )
+    if selection.lora_alpha is not None:
+        weights = merge_lora(*weights, selection.lora_alpha)
+    if selection.rename:
+        arrays, dtypes = weights
+        where = str(loaded.path)
+        weights = renamed(arrays, selection.rename, where), renamed(dtypes, selection.rename, where)
+    return weights
 
 
-def export_safetensors(loaded: Loaded, path: Path, averaged: bool = False) -> None:
+def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
+    """Those of the model's weights that were trained."""
+    if "trained" not in loaded.meta:
+        raise UserError(
+            f"{loaded.path} does not say which weights were trained: an earlier version saved it",
+            "export it without --trainable-only, or train it further for one step",
+        )
+    trained = loaded.meta["trained"]
+    return set(names) if trained is None else {name.removeprefix(MODEL) for name in trained}
+
+
+def export_safetensors(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
     """Writes a .safetensors file. Raises UserError."""
-    arrays, dtypes = model_weights(loaded, averaged)
+    write_safetensors(*model_weights(loaded, selection), loaded.step, path)
+
+
+def write_safetensors(arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], step: int, path: Path) -> None:
+    """The same, of weights by name."""
     complex_name = next((name for name, dtype in dtypes.items() if dtype.startswith("complex")), None)
     if complex_name:
         raise UserError(f"{complex_name} is complex, which safetensors does not know", "export to a .pt file")
-    write_whole(path, safetensors.encode(arrays, dtypes, {"format": "pt", "step": str(loaded.step)}))
+    write_whole(path, safetensors.encode(arrays, dtypes, {"format": "pt", "step": str(step)}))
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:

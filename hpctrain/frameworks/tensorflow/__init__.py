@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain.frameworks.tensorflow.compiled import adopted
     from hpctrain.frameworks.tensorflow.framework import KerasFramework
-    from hpctrain.frameworks.tensorflow.overrides import has_own_step
+    from hpctrain.frameworks.tensorflow.overrides import trains_itself
     from hpctrain.frameworks.tensorflow.state import model_tensors
     from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 
@@ -20,7 +20,7 @@ _MODULES = {
     "KerasFramework": "framework",
     "adopted": "compiled",
     "build_weights": "weights",
-    "has_own_step": "overrides",
+    "trains_itself": "overrides",
     "lacks_weights": "weights",
     "model_tensors": "state",
 }
@@ -29,9 +29,9 @@ __all__ = [
     "KerasFramework",
     "adopted",
     "build_weights",
-    "has_own_step",
     "lacks_weights",
     "model_tensors",
+    "trains_itself",
 ]
 
 

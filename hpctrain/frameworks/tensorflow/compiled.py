@@ -12,7 +12,7 @@ import keras
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.holdings import optimizers_in
 from hpctrain.frameworks.tensorflow.losses import MEANS, as_loss, refuse_masked
-from hpctrain.frameworks.tensorflow.overrides import has_own_step
+from hpctrain.frameworks.tensorflow.overrides import trains_itself
 from hpctrain.tasks.blame import no_mean, not_called
 from hpctrain.tasks.definition import KerasTask, first_field
 
@@ -77,7 +77,7 @@ def require_means(metrics: Mapping[str, keras.metrics.Metric]) -> None:
         if not isinstance(metric, keras.metrics.Mean):
             raise UserError(
                 f"compile's metric {name} is of class {type(metric).__name__}, which is not a mean over the samples",
-                "leave it out of compile: ranks would average it wrongly",
+                f"give it to the task instead: metrics={{{name!r}: {type(metric).__name__}()}}",
             )
 
 
@@ -99,7 +99,7 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
     model = task.model
     if not isinstance(model, keras.Model):
         return dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    if has_own_step(model):
+    if trains_itself(model):
         return with_own_optimizers(task, fields)
     if not model.compiled:
         return dataclasses.replace(task, loss=as_loss(task.loss, fields))
@@ -151,7 +151,7 @@ def attributes(model: keras.Model) -> dict[str, Any]:
 def holders(task: KerasTask) -> dict[str, Any]:
     """What sees each rank's own samples and may have state, by name."""
     held = {"loss": task.model.loss if isinstance(task.loss, CompiledLoss) else task.loss, "forward": task.forward}
-    if isinstance(task.model, keras.Model) and has_own_step(task.model):
+    if isinstance(task.model, keras.Model) and trains_itself(task.model):
         held |= {"model": attributes(task.model), "train_step": type(task.model).train_step}
         held["metrics"] = list(task.model.metrics)
     return held

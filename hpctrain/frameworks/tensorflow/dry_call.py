@@ -24,7 +24,7 @@ def try_batch(task: KerasTask, passes: Passes, batch: Tensors) -> None:
         raise loss_of_nothing()
     if task.validation is None:
         return
-    metrics = {f"metrics[{key!r}]": metric for key, metric in task.metrics.items()}
+    metrics = {f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}
     judged(passes, batch, judges | metrics, training=False)
     if isinstance(task.loss, CompiledLoss):
         with blamed("metrics of compile", "compile the model with metrics of the targets that fit_data gives"):

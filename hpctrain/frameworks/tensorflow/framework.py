@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from hpctrain.frameworks.named_state import load_tensors, named_outputs, require
 from hpctrain.frameworks.tensorflow.compiled import holders
 from hpctrain.frameworks.tensorflow.dry_call import try_batch
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
-from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, has_own_step
+from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
+from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, trains_itself
 from hpctrain.frameworks.tensorflow.own_step import OwnStep, refuse_with_own_step
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
@@ -41,7 +42,9 @@ from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, Sums
+from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
@@ -94,7 +97,7 @@ class KerasFramework:
         self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
         self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
-        self.own = OwnStep(task, config, self.group, clock, self.averages) if has_own_step(task.model) else None
+        self.own = OwnStep(task, config, self.group, clock, self.averages) if trains_itself(task.model) else None
         """In place of ``passes.gradients``, ``update`` and ``steps``."""
         self.example: HostBatch | None = None
         """A batch for a model's own step on a rank without samples."""
@@ -104,6 +107,7 @@ class KerasFramework:
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
+        self.meters = keras_meters(task)
         self.steps: Step | None = None
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
@@ -230,7 +234,10 @@ class KerasFramework:
             if self.task.validation is None or evaluates_itself(self.task.model):
                 return
         with self._unchanged():
-            try_batch(self.task, self.passes, on_device({name: np.array(array) for name, array in batch.items()}))
+            copy = {name: np.array(array) for name, array in batch.items()}
+            try_batch(self.task, self.passes, on_device(copy))
+            if self.task.validation is not None:
+                try_meters(self, copy)
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""
@@ -244,9 +251,13 @@ class KerasFramework:
         """Each sample's share, and the loss scale."""
         return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
 
-    def evaluate(self, batch: HostBatch) -> Sums:
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         """With the averaged weights if an EMA is kept."""
-        found = self.passes.evaluate(on_device(batch))
+        inputs = on_device(batch)
+        found, outputs = self.passes.evaluate(inputs)
+        seen = Seen(outputs, inputs, batch, to_host)
+        for meter in meters:
+            meter.update(seen)
         return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
@@ -274,6 +285,11 @@ class KerasFramework:
             self.loss_scale.load(arrays)
         restore_host_random_state(arrays)
         self.factor = None  # the rates of the run file hold, not the saved ones
+
+    def begin_averages(self) -> None:
+        """Averages begin at the weights as they are now."""
+        for average, variable in zip(self.averages, self.task.model.trainable_variables, strict=bool(self.averages)):
+            average.assign(tf.cast(variable.value, tf.float32))
 
     def place(self, samples: Samples) -> Samples:
         """TensorFlow copies by itself."""
@@ -323,7 +339,7 @@ def open_keras(
     variables = task.model.trainable_variables
     reducers = KerasReducers(Pieces(variables))
     reducer: Reducer | None = None
-    if not has_own_step(task.model):
+    if not trains_itself(task.model):
         reducer = choice.known(reducers)
         task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
@@ -370,7 +386,7 @@ def refuse_what_cannot_work(task: KerasTask, config: Config, ranks: int) -> None
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
-    own = has_own_step(task.model)
+    own = trains_itself(task.model)
     if own:
         refuse_with_own_step(task, config)
     if not own and not task.model.built:

@@ -12,7 +12,7 @@ from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask
 
 
-def has_own_step(model: Any) -> bool:
+def trains_itself(model: Any) -> bool:
     """Whether a model's class overrides a step of Keras, or what it consists of: then it is trained by its steps."""
     kind = type(model)
     return isinstance(model, keras.Model) and (
@@ -28,7 +28,7 @@ def evaluates_itself(model: keras.Model) -> bool:
     kind = type(model)
     if kind.test_step is not keras.Model.test_step:
         return True
-    return has_own_step(model) and (
+    return trains_itself(model) and (
         model._compile_loss is not None or kind.compute_loss is not keras.Model.compute_loss
     )
 

@@ -99,7 +99,7 @@ class Passes:
         ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
         """
         self.evaluate = Traced(self._evaluate, compiled)
-        """evaluate(batch) -> {name: (sum, weight)}."""
+        """evaluate(batch) -> {name: (sum, weight)}, and the outputs."""
         self.predict = Traced(self._predict, compiled)
         """predict(batch) -> outputs, as the model gives them."""
 
@@ -118,17 +118,17 @@ class Passes:
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
         return self.pieces.pack_with(known, slots)
 
-    def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+    def _evaluate(self, batch: Tensors) -> tuple[dict[str, tuple[tf.Tensor, tf.Tensor]], Any]:
         with self._average_weights():
             if evaluates_itself(self.task.model):
-                return tested(self.task, batch)
+                return tested(self.task, batch), ()
             outputs = self.outputs(batch, training=False)
-            judged = {name: metric(outputs, batch) for name, metric in self.task.metrics.items()}
+            judged = {name: metric(outputs, batch) for name, metric in self.task.mean_metrics.items()}
             if isinstance(self.task.loss, CompiledLoss):
                 judged |= self.task.loss.scores(outputs, batch)
             scores = {name: score_of(score, batch) for name, score in judged.items()}
             scores["loss"] = self._loss(outputs, batch)
-        return {name: (score.total, score.weight) for name, score in scores.items()}
+        return {name: (score.total, score.weight) for name, score in scores.items()}, outputs
 
     def _predict(self, batch: Tensors) -> Any:
         with self._average_weights():

@@ -7,7 +7,7 @@ import keras
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
 from hpctrain.frameworks.tensorflow.compiled import CompiledLoss
-from hpctrain.frameworks.tensorflow.overrides import has_own_step
+from hpctrain.frameworks.tensorflow.overrides import trains_itself
 from hpctrain.frameworks.tensorflow.own_step import build_by_own_step
 from hpctrain.frameworks.tensorflow.passes import InMode, Tensors, score_of
 from hpctrain.tasks.blame import blame, shapes
@@ -21,7 +21,7 @@ def lacks_weights(model: keras.Model) -> bool:
     """
     compiled = [model._compile_loss, model._compile_metrics] if isinstance(model, keras.Model) else []
     waiting = [one for one in [*model._flatten_layers(), *compiled] if one is not None and not one.built]
-    return has_own_step(model) or bool(waiting)
+    return trains_itself(model) or bool(waiting)
 
 
 def build_weights(task: KerasTask, samples: Samples) -> None:
@@ -32,7 +32,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         task: whose model is to be built.
         samples: arrays such as the task's batches hold, with any number of samples.
     """
-    if has_own_step(task.model):
+    if trains_itself(task.model):
         build_by_own_step(task, samples)
         return
     batch = {name: keras.KerasTensor((None, *array.shape[1:]), array.dtype.name) for name, array in samples.items()}
@@ -45,7 +45,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         outputs = task.forward(task.model, batch)
         if outputs is None:
             return  # the dry call says so
-        judges = {"loss": task.loss, **{f"metrics[{key!r}]": metric for key, metric in task.metrics.items()}}
+        judges = {"loss": task.loss, **{f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}}
         for name, function in judges.items():
             doing = name
             score_of(function(outputs, batch), batch)

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
 from hpctrain.errors import UserError
-from hpctrain.frameworks.named_state import load_tensors, refuse_unplaced
+from hpctrain.frameworks.named_state import load_tensors, plain_name, refuse_unplaced
 from hpctrain.frameworks.torch.loose import MOST_BYTES, can_put, is_array, is_loose, loose_tensor, put_back, sign
 from hpctrain.frameworks.torch.optimizer import Part
 from hpctrain.frameworks.torch.spoken import (
@@ -103,7 +103,7 @@ class Holdings:
         own = [Root(name, value, is_shared=False) for name, value in others.items()]
         self.roots = [Root("optimizer", optimizer, is_shared=True), *own]
         self.model = model
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
         self.modules = {id(module) for module in model.modules()}
         self.reach = Reach(self._is_end, attributes, self._key_name)
         self.extra_state = extra_states("model", "", model)
@@ -183,7 +183,7 @@ class Holdings:
             if changed:
                 path = changed[0].rpartition("/")[2]
                 raise UserError(
-                    f"{type(self.roots[0].value).__name__} keeps {path} outside its state, where it cannot be saved",
+                    f"{optimizer_name(self.roots[0].value)} keeps {path} outside its state, where it cannot be saved",
                     "keep it in optimizer.state or in the groups, make it in the constructor, or give the optimizer a "
                     "state_dict and load_state_dict that hold it",
                 )
@@ -270,6 +270,11 @@ def speaker_name(root: Root, path: str, speaker: Any) -> str:
 def loose_name(root: Root, path: str) -> str:
     """Name of what is kept in a plain attribute."""
     return f"held/{root.name}/own/{path}"
+
+
+def optimizer_name(value: Any) -> str:
+    """For a message."""
+    return "an optimizer" if isinstance(value, Mapping) else type(value).__name__
 
 
 def value_of(tensor: StateTensor) -> NDArray[Any]:

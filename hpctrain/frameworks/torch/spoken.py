@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.named_state import plain_name
 from hpctrain.frameworks.torch.state import TorchTensor, tensor_of
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 from hpctrain.train.tree import put_together, take_apart
@@ -73,7 +74,7 @@ def speaks(value: Any) -> bool:
 def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:
     """Modules within one that say themselves what else their state is, by the names of that. Raises UserError."""
     found = [
-        (".".join(filter(None, (path, name))) or "itself", each)
+        (plain_name(".".join(filter(None, (path, name)))) or "itself", each)
         for name, each in module.named_modules()
         if type(each).get_extra_state is not Module.get_extra_state
     ]

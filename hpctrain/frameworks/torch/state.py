@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.named_state import digest as digest_of
+from hpctrain.frameworks.named_state import plain_name
 from hpctrain.train.state import ArrayTensor, Placement
 
 NUMBER = ".number"
@@ -66,12 +67,15 @@ def tensor_of(value: NDArray[Any]) -> Tensor:
 def module_tensors(module: Module) -> Iterator[tuple[str, Tensor, Placement]]:
     """What of a module's ``state_dict`` are parameters, then what are buffers, each in the order of the modules.
 
+    Names are those that it has without ``torch.compile``.
     Buffers are each rank's own: what a forward pass changes there (running statistics) follows the rank's samples.
     """
     kept = module.state_dict(keep_vars=True).keys()
     parameters = ((name, parameter.data, Placement.REPLICATED) for name, parameter in module.named_parameters())
     buffers = ((name, buffer, Placement.RANK) for name, buffer in module.named_buffers())
-    yield from ((name, tensor, placement) for name, tensor, placement in (*parameters, *buffers) if name in kept)
+    yield from (
+        (plain_name(name), tensor, placement) for name, tensor, placement in (*parameters, *buffers) if name in kept
+    )
 
 
 def state_of(model: Module) -> dict[str, Tensor]:
@@ -79,20 +83,20 @@ def state_of(model: Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def model_tensors(model: Module) -> list[TorchTensor]:
-    """``model/<name>`` of a model's tensors."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def model_tensors(model: Module, equal: Container[str] = ()) -> list[TorchTensor]:
+    """``model/<name>`` of a model's tensors; ``equal``: names of buffers that are equal on all ranks."""
+    trained = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [
-        TorchTensor(f"model/{name}", tensor, placement, is_trained=name in trained)
+        TorchTensor(f"model/{name}", tensor, Placement.REPLICATED if name in equal else placement, name in trained)
         for name, tensor, placement in module_tensors(model)
     ]
 
 
 def other_names(model: Module) -> dict[str, str]:
     """Names under which ``state_dict`` holds a shared tensor once more (tied weights), and the one it is saved by."""
-    first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    first = {id(tensor): plain_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {
-        name: first.get(id(tensor), name)
+        plain_name(name): first.get(id(tensor), plain_name(name))
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)  # and not extra state
     }

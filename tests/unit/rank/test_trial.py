@@ -137,7 +137,7 @@ KERAS = {
     "compiled_without_loss": ("neither the task nor compile has a loss", "", r"model.compile\(optimizer, loss='mse'\)"),
     "compiled_with_a_class": ("loss=MeanSquaredError is a class", "", r"MeanSquaredError\(\)"),
     "compiled_with_four_arrays": ("compile's loss needs x, y", "samples hold x, y, a, b", "fit_data=lambda batch"),
-    "compiled_metric": ("compile's metric auc is of class AUC", "", "leave it out of compile"),
+    "compiled_metric": ("compile's metric auc is of class AUC", "", "metrics={.auc.: AUC"),
     "own_step_not_compiled": (
         "OwnStep has a train_step of its own, but no optimizer",
         "",

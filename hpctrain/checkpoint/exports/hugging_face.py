@@ -1,0 +1,56 @@
+"""A folder that ``from_pretrained`` of transformers or PEFT loads: weights, beside the files of another such folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE
+from hpctrain.checkpoint.exports.weights import Selection, model_weights, write_safetensors
+from hpctrain.checkpoint.reading import Loaded
+from hpctrain.errors import UserError
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+"""Ends of names of files that hold weights, or say where they are."""
+ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)$")
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection) -> Path:
+    """Writes ``model.safetensors`` or, of an adapter alone, ``adapter_model.safetensors``, and copies the rest.
+
+    Args:
+        loaded: a checkpoint.
+        folder: is made if it is not there.
+        like: folder of the model (with config.json) or adapter (adapter_config.json) that was fine-tuned.
+        selection: of weights. Those of PEFT lose the adapter's name, as in the files that PEFT writes.
+
+    Returns:
+        The file of weights.
+
+    Raises:
+        UserError: ``like`` is no such folder, or something cannot be written.
+    """
+    needed = ADAPTER_CONFIG if selection.trainable_only else CONFIG
+    if not (like / needed).is_file():
+        raise UserError(f"{like} holds no {needed}", f"name the folder whose {needed} describes the model")
+    path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(like.iterdir()):
+            if file.is_file() and not file.name.endswith(WEIGHTS) and like.resolve() != folder.resolve():
+                shutil.copyfile(file, folder / file.name)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}", "choose another --output") from error
+    arrays, dtypes = model_weights(loaded, selection)
+    if selection.trainable_only:
+        arrays = {adapter_name(name): value for name, value in arrays.items()}
+        dtypes = {adapter_name(name): value for name, value in dtypes.items()}
+    write_safetensors(arrays, dtypes, loaded.step, path)
+    return path
+
+
+def adapter_name(name: str) -> str:
+    """A name as PEFT's files have it: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there."""
+    return TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name))

@@ -1,0 +1,149 @@
+"""Which weights of a source a model takes: names are mapped and compared, and a partial match has to be meant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from hpctrain.errors import UserError
+from hpctrain.frameworks import plain_name
+
+T = TypeVar("T")
+SHOWN = 5
+"""Names in a message; events hold all."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where initial weights come from, and how they fit; see the run file's ``checkpoint.init_...``."""
+
+    path: str
+    """Run folder, checkpoint folder, folder of a Hugging Face model, or file."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names in the source, and what they are in the model; the longest one counts."""
+    missing: Sequence[str] = ()
+    """Patterns of the model's names that the source may lack, or hold in another shape."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which weights were taken, by name without ``model/``."""
+
+    taken: tuple[str, ...]
+    missing: tuple[str, ...]
+    """In the model, not in the source: they keep their initial values."""
+    unexpected: tuple[str, ...]
+    """In the source, not in the model: left out."""
+    reshaped: tuple[str, ...]
+    """In both, with different shapes: they keep their initial values."""
+
+
+def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:
+    """Compares shapes by name."""
+    both = [name for name in wanted if name in found]
+    return Match(
+        taken=tuple(name for name in both if wanted[name] == found[name]),
+        missing=tuple(name for name in wanted if name not in found),
+        unexpected=tuple(name for name in found if name not in wanted),
+        reshaped=tuple(name for name in both if wanted[name] != found[name]),
+    )
+
+
+def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> dict[str, T]:
+    """Weights by the names that the model has for them.
+
+    Args:
+        weights: by name.
+        rename: beginnings of names, and what takes their place; the longest one counts.
+        what: where the weights come from, for errors.
+
+    Raises:
+        UserError: no name begins so, or two get the same name.
+    """
+    beginnings = sorted(rename, key=len, reverse=True)
+    result: dict[str, T] = {}
+    used = set()
+    for name, value in weights.items():
+        plain = plain_name(name)
+        beginning = next((one for one in beginnings if plain.startswith(one)), None)
+        if beginning is not None:
+            used.add(beginning)
+            plain = rename[beginning] + plain.removeprefix(beginning)
+        if plain in result:
+            raise UserError(f"two weights of {what} would be called {plain}", "map their beginnings to different ones")
+        result[plain] = value
+    idle = [beginning for beginning in beginnings if beginning not in used]
+    if idle:
+        raise UserError(
+            f"no weight of {what} has a name that begins with {idle[0]!r}", f"its names are {listed(list(weights))}"
+        )
+    return result
+
+
+def require_meant(source: Source, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:
+    """What is taken.
+
+    Raises:
+        UserError: nothing would be, or the model has weights that the source lacks or holds in another shape, and the
+            run file does not say that this is meant.
+    """
+    match = match_names(wanted, found)
+    hint = "" if source.rename else guessed_rename(match.missing, match.unexpected)
+    if not match.taken:
+        raise UserError(
+            f"no weight of {source.path} has the name and shape of one of the model "
+            f"(it has {listed(list(found))}; the model has {listed(list(wanted))})",
+            f"{hint or 'map names by checkpoint.init_rename'}, or set checkpoint.init_from to weights of this model",
+        )
+    left = [
+        (kind, [name for name in names if not any(fnmatchcase(name, pattern) for pattern in source.missing)])
+        for kind, names in (("are missing", match.missing), ("have another shape", match.reshaped))
+    ]
+    problems = [f"{len(names)} {kind} ({listed(names)})" for kind, names in left if names]
+    if problems:
+        patterns = guessed_patterns(name for _, names in left for name in names)
+        keep = f"if these are to keep their initial values, set checkpoint.init_missing: [{', '.join(patterns)}]"
+        also = f"; not used: {listed(match.unexpected)}" if match.unexpected else ""
+        raise UserError(
+            f"{source.path} has not all weights of the model: {' and '.join(problems)}{also}",
+            f"{hint}, or, {keep}" if hint else keep,
+        )
+    return match
+
+
+def guessed_rename(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """How most of the missing names could be found by another beginning, as a fix; empty if they could not."""
+    by_ending: dict[str, str] = {}
+    for other in unexpected:
+        for ending in endings(other):
+            by_ending.setdefault(ending, other)
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in missing:
+        common = next((one for one in endings(name) if one in by_ending), None)
+        if common is not None and ("." in common or common in (name, by_ending[common])):
+            votes[by_ending[common].removesuffix(common), name.removesuffix(common)] += 1
+    if not votes:
+        return ""
+    (old, new), _ = votes.most_common(1)[0]
+    return f'set checkpoint.init_rename: {{"{old}": "{new}"}}'
+
+
+def endings(name: str) -> Iterator[str]:
+    """A name, and what is left of it without its first parts, the longest first."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def guessed_patterns(names: Iterable[str]) -> list[str]:
+    """Patterns by the first part of each name."""
+    return list(dict.fromkeys(f'"{name.split(".")[0]}.*"' if "." in name else f'"{name}"' for name in names))
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

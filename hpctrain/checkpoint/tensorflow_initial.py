@@ -1,0 +1,53 @@
+"""Weights in files of Keras, by which they are numbered as the model holds its layers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import h5py
+
+from hpctrain.checkpoint.format.files import is_absent
+from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
+from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow import KerasFramework
+from hpctrain.train.framework import Framework
+
+
+def load_keras_file(source: Source, framework: Framework) -> Match:
+    """Gives a Keras model the weights of a ``.weights.h5`` file; names are the file's own: ``layers/dense/vars/0``.
+
+    What the model has beside is filled in from itself, so that Keras, which alone knows which variable is which, can
+    load a whole file.
+
+    Raises:
+        UserError: see ``load_initial``.
+    """
+    if not isinstance(framework, KerasFramework):
+        raise UserError(f"{source.path} holds weights of a Keras model", "give a .safetensors or .pt file")
+    if is_absent(source.path):
+        raise UserError(f"{source.path} does not exist", "check checkpoint.init_from")
+    model = framework.task.model
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "own.weights.h5"
+        model.save_weights(own)
+        try:
+            with h5py.File(source.path, "r") as theirs, h5py.File(own, "r+") as file:
+                found = renamed({name: name for name in datasets(theirs)}, source.rename, source.path)
+                shapes = {name: theirs[old].shape for name, old in found.items()}
+                match = require_meant(source, {name: file[name].shape for name in datasets(file)}, shapes)
+                for name in match.taken:
+                    del file[name]
+                    theirs.copy(theirs[found[name]], file, name)
+        except OSError as error:
+            raise UserError(f"{source.path} cannot be read: {error}", "give a file of model.save_weights") from error
+        model.load_weights(own)
+    framework.begin_averages()
+    return match
+
+
+def datasets(file: h5py.File) -> list[str]:
+    """Paths of all datasets; links to other files are not followed."""
+    names: list[str] = []
+    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    return names

@@ -1,0 +1,61 @@
+"""Which parameters of a torch task keep their sparse gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.optim import SGD, Adagrad, SparseAdam
+
+from hpctrain.errors import UserError
+from hpctrain.frameworks.torch.optimizer import Part
+
+
+def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[Parameter]:
+    """Tables of embeddings made with ``sparse=True`` whose optimizers update rows alone, as they update whole tables;
+    and all that SparseAdam updates, which takes nothing else.
+
+    Args:
+        model: of the task.
+        parts: its optimizers.
+        mode: ``reduce.sparse``.
+
+    Raises:
+        UserError: SparseAdam is used, and ``mode`` makes gradients dense; or what it updates is no table.
+    """
+    tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
+    }
+    found = []
+    for name, parameter in model.named_parameters():
+        holders = [(part.optimizer, group) for part in parts for group in holding(part, parameter)]
+        needed = any(isinstance(optimizer, SparseAdam) for optimizer, _ in holders)
+        if needed and mode == "densify":
+            raise UserError(
+                f"SparseAdam updates {name}, and reduce.sparse is densify, which leaves it no sparse gradient",
+                "leave reduce.sparse at auto, or use Adam",
+            )
+        if needed and parameter.ndim != 2:
+            raise UserError(
+                f"SparseAdam updates {name}, which has {parameter.ndim} axes",
+                "give it the tables of embeddings alone, and the rest to another optimizer",
+            )
+        updates_rows = bool(holders) and all(updates_rows_alone(*holder) for holder in holders)
+        if parameter.requires_grad and mode == "auto" and (needed or (id(parameter) in tables and updates_rows)):
+            found.append(parameter)
+    return found
+
+
+def holding(part: Part, parameter: Parameter) -> Iterator[dict[str, Any]]:
+    """The groups of an optimizer that hold a parameter."""
+    return (group for group in part.optimizer.param_groups if any(one is parameter for one in group["params"]))
+
+
+def updates_rows_alone(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether a row whose gradient is zero would stay as it is, so that it may be left out."""
+    if group.get("weight_decay") or group.get("fused"):
+        return False
+    return type(optimizer) in (SparseAdam, Adagrad) or (type(optimizer) is SGD and not group.get("momentum"))

@@ -1,0 +1,331 @@
+"""Fine-tuning: initial weights from files of other programs, adapters alone, and folders for ``from_pretrained``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint.exports.lora import merge_lora
+from hpctrain.checkpoint.hook import trained_alone
+from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.cli import main
+from hpctrain.comm.world import alone
+from hpctrain.errors import UserError
+
+torch = pytest.importorskip("torch")
+from tests.support.torch_tasks import make_framework  # noqa: E402 (after the skip)
+
+nn = torch.nn
+
+
+class Network(nn.Module):
+    """An encoder and a head."""
+
+    def __init__(self, wide: int = 3) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, wide)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.encoder(x))
+
+
+def encoder(scale: float = 1.0) -> dict[str, Any]:
+    """A pretrained encoder's state."""
+    torch.manual_seed(7)
+    return {f"0.{name}": value * scale for name, value in nn.Linear(12, 4).state_dict().items()} | {
+        f"1.{name}": value for name, value in nn.BatchNorm1d(4).state_dict().items()
+    }
+
+
+def as_safetensors(state: dict[str, Any], path: Path) -> None:
+    arrays = {name: np.asarray(value) for name, value in state.items()}
+    parts = safetensors.encode(arrays, {name: value.dtype.name for name, value in arrays.items()}, {})
+    path.write_bytes(b"".join(parts))
+
+
+WRITERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "weights.pt": torch.save,
+    "weights.pth": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+    "pytorch_model.bin": lambda state, path: torch.save({"state_dict": state, "epoch": 3}, path),
+    "compiled.ckpt": lambda state, path: torch.save({f"_orig_mod.{name}": it for name, it in state.items()}, path),
+    "weights.safetensors": as_safetensors,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name: str, tmp_path: Path) -> None:
+    path, state = tmp_path / name, encoder()
+    WRITERS[name](state, path)
+    framework = make_framework(alone(), Network, ema_decay=0.5)
+    head = framework.model.head.weight.detach().clone()
+    match = load_initial(Source(str(path), {"": "encoder."}, ["head.*"]), framework)
+    assert match.missing == ("head.weight", "head.bias") and not match.unexpected + match.reshaped
+    assert torch.equal(framework.model.encoder[0].weight, state["0.weight"])
+    assert torch.equal(framework.model.head.weight, head)
+    average = next(it for it in framework.state() if it.name == "ema/encoder.0.weight")
+    assert torch.equal(average.tensor, state["0.weight"])
+
+
+def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path: Path) -> None:
+    state = Network().state_dict()
+    as_safetensors(state, tmp_path / "model.safetensors")
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    files = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(state)}
+    (cut / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for file in set(files.values()):
+        as_safetensors({name: state[name] for name in state if files[name] == file}, cut / file)
+    for folder in (tmp_path, cut):
+        framework = make_framework(alone(), Network)
+        assert set(load_initial(Source(str(folder)), framework).taken) == set(state)
+        assert torch.equal(framework.model.head.weight, state["head.weight"])
+    (cut / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(Exception, match="not a file beside it"):
+        load_initial(Source(str(cut)), framework)
+
+
+class Evil:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return print, ("unpickled",)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"weight": Evil()}, "not a file of PyTorch that holds only weights"),
+        (b"hello", "not a file of PyTorch"),
+        ({"epoch": 3}, "holds no state_dict"),
+        ({"weight": torch.zeros(2), "epoch": 3}, "epoch of .* is a int"),
+        ({"weight": torch.zeros(2).to_sparse()}, "is a torch.sparse_coo, not a dense tensor"),
+        ({"weight": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "float8_e4m3fn, which cannot be read"),
+    ],
+)
+def test_files_that_hold_more_than_weights_are_refused_and_nothing_is_run(
+    content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(UserError, match=said):
+        load_initial(Source(str(path)), make_framework(alone(), Network))
+    assert "unpickled" not in capsys.readouterr().out
+
+
+def test_a_partial_match_has_to_be_meant() -> None:
+    wanted = {"model.a.weight": (2,), "model.b.weight": (2,), "head.weight": (5,)}
+    found = {"a.weight": (2,), "b.weight": (2,), "head.weight": (3,), "head.bias": (3,), "pool": (1,)}
+    with pytest.raises(UserError, match="no weight of x") as nothing:
+        require_meant(Source("x"), wanted, found)
+    assert 'init_rename: {"": "model."}' in nothing.value.fix
+    mapped = renamed(found, {"": "model.", "head.": "head."}, "x")
+    assert mapped.keys() == {"model.a.weight", "model.b.weight", "head.weight", "head.bias", "model.pool"}
+    with pytest.raises(
+        UserError, match=r"1 have another shape \(head.weight\); not used: head.bias, model.pool"
+    ) as error:
+        require_meant(Source("x", {"": "model."}), wanted, mapped)
+    assert 'checkpoint.init_missing: ["head.*"]' in error.value.fix
+    match = require_meant(Source("x", {"": "model."}, ["head.*"]), wanted, mapped)
+    assert match == Match(
+        taken=("model.a.weight", "model.b.weight"),
+        missing=(),
+        unexpected=("head.bias", "model.pool"),
+        reshaped=("head.weight",),
+    )
+    half = {"model.a.weight": (2,), "bert.b.weight": (2,), "head.weight": (5,)}
+    with pytest.raises(UserError, match="1 are missing") as error:
+        require_meant(Source("x"), wanted, half)
+    assert '{"bert.": "model."}' in error.value.fix
+    with pytest.raises(UserError, match="no weight of x has a name that begins with 'decoder"):
+        renamed(found, {"decoder.": ""}, "x")
+    with pytest.raises(UserError, match="two weights of x would be called weight"):
+        renamed({"a.weight": 1, "b.weight": 2}, {"a.": "", "b.": ""}, "x")
+
+
+def test_keras_files_by_their_own_names(tmp_path: Path) -> None:
+    keras = pytest.importorskip("keras")
+    from tests.support.tensorflow_tasks import make_framework as make_keras
+
+    def model(width: int = 3) -> Any:
+        layers = keras.layers
+        return keras.Sequential(
+            [keras.Input((12,)), layers.Dense(5), layers.BatchNormalization(), layers.Dense(width, name=f"head{width}")]
+        )
+
+    other = model()
+    path = tmp_path / "pretrained.weights.h5"
+    other.save_weights(path)
+    framework = make_keras(alone(), model=model, ema_decay=0.5)
+    match = load_initial(Source(str(path)), framework)
+    assert len(match.taken) == 8 and not match.missing + match.unexpected
+    for ours, theirs in zip(framework.task.model.variables, other.variables, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(framework.averages[0], other.trainable_variables[0])
+
+    wide = make_keras(alone(), model=lambda: model(7))
+    before = np.array(wide.task.model.layers[-1].kernel.value)
+    with pytest.raises(UserError, match=r"2 have another shape \(layers/dense_1/vars/0, layers/dense_1/vars/1\)"):
+        load_initial(Source(str(path)), wide)
+    match = load_initial(Source(str(path), missing=["layers/dense_1/*"]), wide)
+    assert match.reshaped == ("layers/dense_1/vars/0", "layers/dense_1/vars/1")
+    np.testing.assert_array_equal(wide.task.model.layers[-1].kernel, before)
+    np.testing.assert_array_equal(wide.task.model.layers[0].kernel, other.layers[0].kernel)
+    (tmp_path / "text.weights.h5").write_text("hello")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_initial(Source(str(tmp_path / "text.weights.h5")), wide)
+    with pytest.raises(UserError, match="of a Keras model"):
+        load_initial(Source(str(path)), make_framework(alone(), Network))
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and its adapter, in PEFT's names."""
+
+    def __init__(self, base_layer: Any, rank: int = 2, alpha: float = 8.0) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base_layer.requires_grad_(False), alpha / rank
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
+
+
+class Adapted(nn.Module):
+    """A frozen encoder with statistics, an adapted layer, a new head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12).requires_grad_(False)
+        self.layer = Lora(nn.Linear(12, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.layer(self.norm(x)))
+
+
+def saved(framework: Any, folder: Path) -> str:
+    """A checkpoint as a run makes it."""
+    saver = open_saver(CheckpointStore(folder))
+    state = framework.state()
+    meta = {"other_names": framework.other_names, "trained": trained_alone(state)}
+    saver.begin(state, 1, meta, framework.synchronize)
+    saver.finish().path_or_raise()
+    saver.close()
+    return str(folder)
+
+
+def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path) -> None:
+    framework = make_framework(alone(), Adapted)
+    x = np.random.default_rng(0).normal(size=(4, 12)).astype(np.float32)
+    for _ in range(3):
+        framework.step([{"x": x, "y": np.arange(4) % 3}], 4)
+    path = saved(framework, tmp_path / "checkpoints")
+    alone_file, whole = tmp_path / "adapter.safetensors", tmp_path / "merged.pt"
+    assert main(["ckpt", "export", path, "-o", str(alone_file), "--trainable-only"]) == 0
+    assert set(safetensors.read(alone_file)[0]) == {
+        "layer.lora_A.weight",
+        "layer.lora_B.weight",
+        "head.weight",
+        "head.bias",
+    }
+    assert main(["ckpt", "export", path, "-o", str(whole), "--merge-lora", "8"]) == 0
+    plain = Adapted()
+    plain.layer = nn.Linear(12, 4)
+    plain.load_state_dict(torch.load(whole, weights_only=True))
+    plain.eval(), framework.model.eval()
+    torch.testing.assert_close(plain(torch.from_numpy(x)), framework.model(torch.from_numpy(x)))
+    again = make_framework(alone(), Adapted)
+    match = load_initial(Source(str(alone_file), missing=["norm.*", "layer.base_layer.*"]), again)
+    assert torch.equal(again.model.layer.lora_B.weight, framework.model.layer.lora_B.weight) and len(match.taken) == 4
+
+
+def test_a_whole_model_has_nothing_frozen(tmp_path: Path) -> None:
+    path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
+    out = tmp_path / "out.safetensors"
+    assert main(["ckpt", "export", path, "-o", str(out), "--trainable-only", "--rename", "encoder.=bert."]) == 0
+    assert {"bert.0.weight", "head.weight"} <= set(safetensors.read(out)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--merge-lora", "8"], "no LoRA adapter"),
+        (["--merge-lora", "8", "--trainable-only"], "--merge-lora needs the frozen weights"),
+        (["--rename", "model."], "has no ="),
+        (["--rename", "decoder.="], "begins with 'decoder.'"),
+        (["--like", "."], "holds no config.json"),
+    ],
+)
+def test_exports_that_cannot_be_made(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = saved(make_framework(alone(), Network), tmp_path / "checkpoints")
+    assert main(["ckpt", "export", path, "-o", str(tmp_path / "out.safetensors"), *options]) == 64
+    assert said in capsys.readouterr().err
+
+
+def test_adapters_of_other_kinds_are_not_merged() -> None:
+    def arrays(**more: tuple[int, ...]) -> dict[str, Any]:
+        shapes = {"a.base_layer.weight": (4, 6), "a.lora_A.x.weight": (2, 6), "a.lora_B.x.weight": (4, 2)}
+        named = {name.replace("__", "."): shape for name, shape in more.items()}
+        return {name: np.ones(shape, np.float32) for name, shape in (shapes | named).items()}
+
+    def merged(arrays: dict[str, Any]) -> Any:
+        return merge_lora(arrays, dict.fromkeys(arrays, "float32"), 4.0)
+
+    assert (merged(arrays())[0]["a.weight"] == 5).all()
+    head = merged(arrays(**{"head__original_module__bias": (1,), "head__modules_to_save__x__bias": (2,)}))[0]
+    assert head.keys() == {"a.weight", "head.bias"} and head["head.bias"].shape == (2,)
+    for wrong, said in [
+        ({"a__lora_magnitude_vector__x__weight": (4,)}, "is not merged here"),
+        ({"a__lora_A__y__weight": (2, 6), "a__lora_B__y__weight": (4, 2)}, "is not merged here"),
+        ({"b__lora_A__x__weight": (2, 6)}, "has no b.lora_B.x.weight"),
+        ({"a__lora_A__x__weight": (2, 5)}, "does not adapt a linear layer"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            merged(arrays(**wrong))
+
+
+def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
+    like = tmp_path / "base"
+    like.mkdir()
+    for name in ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin"):
+        (like / name).write_text("{}")
+    path = saved(make_framework(alone(), Adapted), tmp_path / "checkpoints")
+    for options, weights in (([], "model.safetensors"), (["--trainable-only"], "adapter_model.safetensors")):
+        out = tmp_path / weights
+        assert main(["ckpt", "export", path, "-o", str(out), "--like", str(like), *options]) == 0
+        files = {"config.json", "adapter_config.json", "tokenizer.json", weights}
+        assert {file.name for file in out.iterdir()} == files
+        assert "head.weight" in safetensors.read(out / weights)[0]
+
+
+@pytest.mark.parametrize("where", ["whole", "inside"])
+def test_names_are_those_without_torch_compile(where: str, tmp_path: Path) -> None:
+    def compiled() -> Any:
+        model = Network()
+        if where == "whole":
+            return torch.compile(model, backend="eager")
+        model.encoder = torch.compile(model.encoder, backend="eager")
+        return model
+
+    plain, other = make_framework(alone(), Network, ema_decay=0.5), make_framework(alone(), compiled, ema_decay=0.5)
+    batch = {"x": np.ones((4, 12), np.float32), "y": np.arange(4) % 3}
+    for framework in (plain, other):
+        framework.step([batch], 4)
+    names = [tensor.name for tensor in plain.state()]
+    assert [tensor.name for tensor in other.state()] == names and not plain.other_names and not other.other_names
+    arrays = CheckpointStore(Path(saved(other, tmp_path))).load().arrays
+    plain.load(arrays)
+    assert plain.weights_hash() == other.weights_hash()
+    plain.load({name.replace("model/", "model/_orig_mod."): array for name, array in arrays.items()})
