@@ -51,13 +51,7 @@ class CompiledLoss:
 
     def targets(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         """y and sample weights. Raises UserError if ``fit_data`` gives none."""
-        data = self.fit_data(dict(batch))
-        if not isinstance(data, tuple) or not 2 <= len(data) <= 3:
-            raise UserError(
-                f"compile's loss needs x, y and perhaps sample weights, and samples hold {', '.join(batch)}",
-                "say which is which: fit_data=lambda batch: (batch['x'], batch['y'])",
-            )
-        _, targets, weights = keras.utils.unpack_x_y_sample_weight(data)
+        _, targets, weights = parts_of(self.fit_data, batch)
         return targets, weights
 
     def refuse_no_mean(self, loss: keras.losses.Loss, weights: Any) -> None:
@@ -81,9 +75,26 @@ def require_means(metrics: Mapping[str, keras.metrics.Metric]) -> None:
             )
 
 
+def parts_of(fit_data: Callable[[Mapping[str, Any]], Any], batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """x, y and sample weights, or None. Raises UserError if ``fit_data`` gives something else."""
+    data = fit_data(dict(batch))
+    if not isinstance(data, tuple) or not 2 <= len(data) <= 3:
+        raise UserError(
+            f"compile's loss needs x, y and perhaps sample weights, and samples hold {', '.join(batch)}",
+            "say which is which: fit_data=lambda batch: (batch['x'], batch['y'])",
+        )
+    x, targets, weights = keras.utils.unpack_x_y_sample_weight(data)
+    return x, targets, weights
+
+
 def of_fit(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model, batch: Mapping[str, Any]) -> Any:
     """The model applied to what ``fit`` would give it."""
     return model(keras.utils.unpack_x_y_sample_weight(fit_data(dict(batch)))[0])
+
+
+def of_compiled(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model, batch: Mapping[str, Any]) -> Any:
+    """The same, if the loss of ``compile`` needs targets too."""
+    return model(parts_of(fit_data, batch)[0])
 
 
 def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
@@ -119,7 +130,7 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
             [model._compile_metrics._user_metrics, model._compile_metrics._user_weighted_metrics]
         )
         require_means({one.name: one for one in given if isinstance(one, keras.metrics.Metric)})
-    forward = functools.partial(of_fit, task.fit_data) if task.forward is first_field else task.forward
+    forward = functools.partial(of_compiled, task.fit_data) if task.forward is first_field else task.forward
     return dataclasses.replace(task, loss=CompiledLoss(model, task.fit_data), forward=forward)
 
 

