@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.data.samplers import CurriculumSampler, LaneSampler, LengthGroupedSampler, WeightedSampler
     from hpctrain.data.stream import open_stream
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
-    from hpctrain.frameworks.torch.own_step import StepContext
+    from hpctrain.frameworks.torch.step_context import StepContext
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
@@ -108,7 +108,7 @@ _HOMES = {
     "Saver": "hpctrain.checkpoint:Saver",
     "Selected": "hpctrain.tasks.meters:Selected",
     "Sink": "hpctrain.track.sink:Sink",
-    "StepContext": "hpctrain.frameworks.torch.own_step:StepContext",
+    "StepContext": "hpctrain.frameworks.torch.step_context:StepContext",
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
     "TorchReducer": "hpctrain.reduce.torch_reducer:Reducer",

@@ -64,7 +64,7 @@ def make_framework(
     """
     choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
-        from hpctrain.frameworks.torch.framework import open_torch
+        from hpctrain.frameworks.torch.opening import open_torch
 
         framework = open_torch(task, world, config, clock, choice)
         if framework.device.type == "cuda" and isinstance(clock, RingClock):

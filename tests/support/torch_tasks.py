@@ -14,7 +14,8 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
-from hpctrain.frameworks.torch.framework import TorchFramework, open_torch, seed
+from hpctrain.frameworks.torch.framework import TorchFramework, seed
+from hpctrain.frameworks.torch.opening import open_torch
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock

@@ -1,7 +1,9 @@
 """PyTorch: ``framework`` trains a model; ``state``, ``optimizer`` and ``holdings`` name its tensors.
 
-``losses``, ``scheduler`` and ``shares`` adapt what a task brings; ``updates`` is one optimizer's part of a step, and
-``own_step`` what a task's own step does with it. ``profiler`` writes traces.
+``opening`` brings a task's model to the device. ``losses``, ``scheduler`` and ``shares`` adapt what a task brings;
+``updates`` is one optimizer's part of a step, ``step_context`` what a task's own step calls, and ``own_step`` what
+becomes of it. ``sync_batchnorm`` and ``sparse`` are for layers that need more of the other ranks. ``profiler`` writes
+traces.
 """
 
 from __future__ import annotations

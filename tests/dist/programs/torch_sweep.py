@@ -8,7 +8,8 @@ import torch
 
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.torch.framework import open_torch, seed
+from hpctrain.frameworks.torch.framework import seed
+from hpctrain.frameworks.torch.opening import open_torch
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock

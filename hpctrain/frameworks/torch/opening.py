@@ -1,0 +1,77 @@
+"""From a PyTorch task to a model that is on this rank's device, and equal on all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.config.sections import Config
+from hpctrain.errors import UserError
+from hpctrain.frameworks.named_state import plain_name, require_same_model
+from hpctrain.frameworks.torch.checks import require_trainable
+from hpctrain.frameworks.torch.device import pick_device, require_same_kind
+from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memory_format_of
+from hpctrain.frameworks.torch.holdings import Holdings
+from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.shares import shares_of, whole_model
+from hpctrain.frameworks.torch.sparse import sparse_parameters
+from hpctrain.frameworks.torch.state import (
+    state_of,
+)
+from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
+from hpctrain.frameworks.torch.updates import ExchangesToChoose
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
+from hpctrain.tasks.definition import TorchTask, kept_objects
+from hpctrain.train.clock import StepClock
+
+
+def open_torch(
+    task: TorchTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice
+) -> TorchFramework:
+    """A framework whose model is on this rank's device and equal on all ranks. Collective.
+
+    Args:
+        task: a TorchTask.
+        world: the ranks.
+        config: of the run.
+        clock: marks where the time of a step goes.
+        choice: how the reducer is chosen.
+
+    Raises:
+        UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
+            cannot be used.
+    """
+    train, model = config.train, whole_model(task)
+    device = pick_device(world.local_rank)
+    require_same_kind(device, world)
+    if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
+        torch.set_num_threads(train.threads)
+    own = {"loss": task.loss, "forward": task.forward, "step": task.step}
+    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
+    parts = holdings.parts()
+    require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
+    joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
+    if joins and train.compile:
+        fix = "leave train.compile out, or use BatchNorm in place of SyncBatchNorm"
+        raise UserError("train.compile is true, and layers of the model normalise over all ranks", fix)
+    shares = shares_of(task, model, parts)
+    model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
+    tensors = state_of(model)
+    described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    require_same_model(world.data, described, "tensors")
+    broadcast(world.data, list(tensors.values()), "receive the model")
+    optimizer_state = OptimizerState(
+        parts, {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    )
+    if device.type != "cpu":
+        optimizer_state.to_device()
+    sparse = sparse_parameters(model, parts, config.reduce.sparse)
+    reducers = ExchangesToChoose(
+        {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
+    )
+    joint = SyncBatchNorm(model, world.data, clock) if joins else None
+    ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
+    framework = TorchFramework(ready, world, config, clock, choice)
+    framework.reseed(0)
+    return framework
