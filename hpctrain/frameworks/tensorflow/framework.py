@@ -263,6 +263,8 @@ class KerasFramework:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         self.named.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
+        if self.joint is not None:
+            self.joint.follow()
         if self.loss_scale:
             self.loss_scale.load(arrays)
         restore_host_random_state(arrays)

@@ -67,7 +67,11 @@ class SyncBatchNorm:
         self.statistics.begin_update(micro_batches)
         yield
         if self.statistics.passed_over:  # rank 0 has had all of them, see part_of
-            broadcast(self.group, self.variables, "follow BatchNorm's statistics")
+            self.follow()
+
+    def follow(self) -> None:
+        """All ranks take over what rank 0's layers have learnt: a checkpoint may hold each rank's own. Collective."""
+        broadcast(self.group, self.variables, "follow BatchNorm's statistics")
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:

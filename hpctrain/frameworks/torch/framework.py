@@ -190,11 +190,10 @@ class TorchFramework:
         clock: StepClock,
         applies: bool = True,
     ) -> StepResult:
-        if self.joint:
-            self.joint.statistics.begin_micro_batch(0)
         batch = self._to_device(host)
         clock.mark(Phase.TO_DEVICE)
-        return own.run(batch, global_samples, exchanges, clock, int(self.steps), applies=applies)
+        statistics = self.joint.statistics if self.joint else None
+        return own.run(batch, global_samples, exchanges, clock, int(self.steps), applies, statistics)
 
     def _gradients(
         self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
@@ -306,6 +305,8 @@ class TorchFramework:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         arrays = {plain_name(name): array for name, array in arrays.items()}  # 0.2 saved the names of compiled models
         load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
+        if self.joint:
+            self.joint.follow()
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones

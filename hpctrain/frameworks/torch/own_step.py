@@ -16,6 +16,7 @@ from torch.nn import Module
 from hpctrain.comm.group import Group
 from hpctrain.data import part_of
 from hpctrain.errors import UserError
+from hpctrain.frameworks.joint_statistics import JointStatistics
 from hpctrain.frameworks.torch.dry_call import describe, require_score
 from hpctrain.frameworks.torch.gather import gathered
 from hpctrain.frameworks.torch.shares import ONLY
@@ -30,7 +31,7 @@ from hpctrain.train.framework import Sums
 RESERVED = ("grad_norm", "seconds/")
 """Begin the names of what is reported beside the metrics of a step."""
 
-END, GATHER = "ends its step", "calls ctx.gather"
+END, GATHER, NORMALISE = "ends its step", "calls ctx.gather", "runs a BatchNorm layer"
 BACK = "passes gradients back through ctx.gather"
 """What a rank does, in words."""
 
@@ -67,7 +68,7 @@ class StepContext:
     rows: slice
     """This rank's part among the samples of all ranks, as ``gather`` joins them."""
 
-    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int) -> None:
+    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
         """Made by hpctrain.
 
         Args:
@@ -76,6 +77,7 @@ class StepContext:
             rows: this rank's part of the samples.
             global_samples: of all ranks.
             step: steps done.
+            ranks: that have a part of the samples.
         """
         self.models = setting.models
         self.device = setting.device
@@ -85,6 +87,7 @@ class StepContext:
         self._setting = setting
         self._acts = acts
         self._samples = rows.stop - rows.start
+        self._parts = min(setting.accumulate, global_samples // ranks)  # layers may meet other ranks in each of them
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
         self._logged: dict[str, tuple[Number, Number]] = {}
@@ -100,19 +103,20 @@ class StepContext:
     def split(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Cuts the batch into ``train.accumulate`` micro-batches: ``for part in ctx.split(batch): ...``.
 
-        What is passed to ``backward`` and ``log`` in the loop is weighted by the samples of the part.
+        They are fewer if some rank has fewer samples, and as many on all ranks. What is passed to ``backward`` and
+        ``log`` in the loop is weighted by the samples of the part.
 
         Args:
             batch: that of the step, or another dict of tensors with as many rows.
         """
-        samples, accumulate = self._samples, self._setting.accumulate
+        samples, parts = self._samples, self._parts
         odd = [name for name, tensor in batch.items() if tensor.ndim == 0 or len(tensor) != samples]
         if odd:
             what = f"ctx.split: {odd[0]} has shape {list(batch[odd[0]].shape)} in a batch of {samples} samples"
             raise UserError(what + calling_line(), "give arrays with a row for each sample, or set train.accumulate: 1")
         try:
-            for number in range(min(accumulate, samples)):
-                rows = part_of(samples, number, accumulate)
+            for number in range(parts):
+                rows = part_of(samples, number, parts)
                 self._part, self._samples = number + 1, rows.stop - rows.start
                 yield {name: tensor[rows] for name, tensor in batch.items()}
         finally:
@@ -301,7 +305,7 @@ class Live:
     ) -> None:
         self.setting, self.exchanges, self.clock = setting, exchanges, clock
         self.global_samples, self.guard, self.applies = global_samples, guard, applies
-        self.labels = [END, GATHER, BACK, *(update_call(name) for name in setting.trained)]
+        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in setting.trained)]
         self.passes: dict[str, Passes] = {}
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, float] = {}
@@ -457,6 +461,7 @@ class OwnSteps:
         clock: StepClock,
         done: int,
         applies: bool = True,
+        statistics: JointStatistics | None = None,
     ) -> OwnResult:
         """One step. Collective.
 
@@ -467,11 +472,14 @@ class OwnSteps:
             clock: told where the time goes.
             done: steps before.
             applies: whether parameters are updated.
+            statistics: where BatchNorm layers meet other ranks, if they do.
         """
         group = self.setting.group
         rows = part_of(global_samples, group.rank, group.size)
         live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
-        context = StepContext(self.setting, live, rows, global_samples, done)
+        context = StepContext(self.setting, live, rows, global_samples, done, group.size)
+        if statistics is not None:
+            statistics.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
         with self.setting.autocast():
             logged = context._finish(self.step(context, batch))
         live.agree(END)
@@ -484,7 +492,7 @@ class OwnSteps:
             UserError: the step fails; names the user's line.
         """
         samples = len(next(iter(batch.values())))
-        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done)
+        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done, ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(batch)}"
         parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
         with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):

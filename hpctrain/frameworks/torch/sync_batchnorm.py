@@ -80,9 +80,13 @@ class SyncBatchNorm:
         with OverRanks(self.statistics):
             yield
         if self.statistics.passed_over:  # rank 0 has had all of them, see part_of
-            joint = joint_names(self.model)
-            buffers = [buffer for name, buffer in self.model.named_buffers() if name in joint]
-            broadcast(self.group, buffers, "follow BatchNorm's statistics")
+            self.follow()
+
+    def follow(self) -> None:
+        """All ranks take over what rank 0's layers have learnt: a checkpoint may hold each rank's own. Collective."""
+        joint = joint_names(self.model)
+        buffers = [buffer for name, buffer in self.model.named_buffers() if name in joint]
+        broadcast(self.group, buffers, "follow BatchNorm's statistics")
 
     def close(self) -> None:
         """Releases communicators."""
