@@ -70,7 +70,11 @@ def undocumented(thing: Any) -> Iterator[str]:
         members = {**dict.fromkeys(inspect.get_annotations(kind)), **vars(kind)}
         for name, member in members.items():
             has_own = callable(member) or isinstance(member, (property, classmethod, staticmethod))
-            if not name.startswith("_") and (kind.__name__, name) not in described and not (has_own and member.__doc__):
+            if (
+                not name.startswith("_")
+                and (kind.__name__, name) not in described
+                and not (has_own and inspect.getdoc(member))
+            ):
                 yield name
 
 

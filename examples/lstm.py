@@ -28,7 +28,7 @@ class Carried:
 
     def split(self, whole, rank, ranks):  # as many lanes as the rank has samples in a batch
         hidden = whole["hidden"]
-        return {"hidden": hidden and tuple(torch.tensor_split(each, ranks, dim=1)[rank] for each in hidden)}
+        return {"hidden": hidden and tuple(each.tensor_split(ranks, dim=1)[rank].contiguous() for each in hidden)}
 
 
 class LanguageModel(nn.Module):

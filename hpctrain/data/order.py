@@ -182,7 +182,7 @@ class Order:
             except MemoryError as error:
                 raise UserError(
                     f"the order of {self.length} samples does not fit into memory with data.shuffle {self.shuffle}",
-                    "set data.shuffle to block, with larger data.block_samples if need be",
+                    "set larger data.block_samples, or data.shuffle to full, which takes no memory for so many samples",
                 ) from error
             self._epochs.clear()  # batches come epoch by epoch: one permutation in memory is enough
             self._epochs[epoch] = order

@@ -74,7 +74,10 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
     """What the user's function makes of the samples; raises UserError if that is not a batch of them."""
     shown = f"{', '.join(map(str, ids[:4]))}{' and others' if len(ids) > 4 else ''}"
     try:
-        batch = {name: np.asarray(array) for name, array in collate(samples).items()}
+        made = collate(samples)
+        if not isinstance(made, Mapping):
+            raise UserError(f"collate returned a {type(made).__name__}", "return a dict of arrays: one for each name")
+        batch = {name: np.asarray(array) for name, array in made.items()}
     except UserError:
         raise
     except Exception as error:
@@ -96,7 +99,14 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
 def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int, repeat: int) -> Sample:
     """The transformed sample; raises UserError naming it."""
     try:
-        return named(transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat)), None)
+        transformed = transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat))
+        if transformed is None:
+            raise UserError(
+                f"the transform returned None for sample {sample_id}", "return the sample: a return is missing"
+            )
+        return named(transformed, None)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"the transform failed on sample {sample_id} in epoch {epoch}: {with_place(error)}",

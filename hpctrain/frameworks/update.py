@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.comm.group import Group
 from hpctrain.frameworks.loss_scale import LossScale
@@ -82,7 +82,9 @@ class UpdateResult:
     """This rank's (sum, weight)."""
     grad_norm: float | None
     """Global L2 norm of the averaged gradient before clipping, if it was computed."""
+    more: Sums = field(default_factory=dict)
+    """What a step of the task's own returned besides: this rank's (sum, weight) by name."""
 
     def sums(self) -> Sums:
         known = {} if self.grad_norm is None else {"grad_norm": (self.grad_norm, 1.0)}
-        return {"loss": self.loss, **known}
+        return {**self.more, "loss": self.loss, **known}

@@ -33,6 +33,10 @@ def refuse_with_own_step(config: Config, task: Task, order: Order | StreamOrder,
             0 < rest < ranks,
             "set data.drop_last: true, or choose another train.global_batch",
         ),
+        "train.sync_batchnorm joins micro-batches that ranks have as many of, which ctx.split does not promise": (
+            config.train.sync_batchnorm and config.train.accumulate > 1,
+            "set train.accumulate: 1, or use GroupNorm or LayerNorm",
+        ),
         "a TorchScheduler sets the rates of one optimizer, and the task has a dict of them": (
             isinstance(task.optimizer, Mapping) and isinstance(task.schedule, TorchScheduler),
             "give schedule: in the run file, or schedule=lambda step: factor, which apply to all optimizers",

@@ -23,8 +23,8 @@ from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.rank.own_steps import has_own_step, pieces_of, refuse_with_own_step
 from hpctrain.rank.staged import staged_args
-from hpctrain.tasks.blame import require_callables
-from hpctrain.tasks.definition import KerasTask, Task, TorchTask
+from hpctrain.tasks.checks import require_callables, require_fields
+from hpctrain.tasks.definition import KerasTask, Task
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.hooks import Hook
 from hpctrain.train.plan import global_batch
@@ -61,8 +61,7 @@ def make_problem(config: Config, world: World) -> Problem:
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
-    if task.train is None:
-        raise UserError(f"task {config.task} has no training data", "give train=")
+    require_fields(task)
     data = config.data
     batch = global_batch(config.train, world.data.size)
     order: Order | StreamOrder
@@ -89,16 +88,20 @@ def make_problem(config: Config, world: World) -> Problem:
 
 def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     """The task with a function in place of a loss that is a name, or one of its framework's own."""
-    if isinstance(task, TorchTask):
-        from hpctrain.frameworks.torch.losses import as_loss
-    else:
-        from hpctrain.frameworks.tensorflow.losses import as_loss
+    if isinstance(task, KerasTask):
+        from hpctrain.frameworks.tensorflow import adopted, trains_itself
+
+        task = adopted(task, fields)
+        require_callables(task, "Keras", trains_itself(task.model))
+        return task
+    from hpctrain.frameworks.torch.losses import as_loss
+
     own = has_own_step(task)
     require_hooks(task)
     kept_state(task.state)  # what cannot be kept is refused before anything else is made
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras", own)
+    require_callables(task, "torch", own)
     return task
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import traceback
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,10 @@ MOST_CHARACTERS = 400
 """Of what an error says."""
 DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
 """What begins those parts of Keras' and TensorFlow's messages that are not for users."""
-PREFIX = re.compile(r"Exception encountered when calling [^\n]*\n+|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m")
+PREFIX = re.compile(
+    r"Exception encountered when calling [^\n]*\n+|Could not automatically infer [^\n]* Error encountered:"
+    r"|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m"
+)
 SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
 
 
@@ -28,8 +30,12 @@ def blamed(field: str, fix: str) -> Iterator[None]:
     except HpctrainError:
         raise
     except Exception as error:
-        what = f"{field} fails on the first batch: {type(error).__name__}: {words(error)}{own_line(error)}"
-        raise UserError(what, fix) from error
+        raise blame(field, fix, error) from error
+
+
+def blame(field: str, fix: str, error: BaseException) -> UserError:
+    """An error of a task's own code, in a sentence that names a field of the task, and the line."""
+    return UserError(f"{field} fails on the first batch: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
 
 
 def words(error: BaseException) -> str:
@@ -102,38 +108,12 @@ def no_mean(name: str) -> UserError:
     return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
 
 
-def named_objects(field: str, value: Any) -> dict[str, Any]:
-    """A field's object, or several, by how a message calls it."""
-    if not isinstance(value, Mapping) or not value:
-        return {field: value or None} if isinstance(value, Mapping) else {field: value}
-    return {f"{field}[{name!r}]": each for name, each in value.items()}
+def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:
+    """A task that could not be made, since an argument has a name that no field has, or is given twice."""
+    return UserError(f"the task cannot be made: {words(error)}{own_line(error)}", f"its fields are {', '.join(fields)}")
 
 
-def require_callables(task: Any, framework: str, with_step: bool = False) -> None:
-    """Raises UserError if a field of a task is not a function but should be one, or holds several objects.
-
-    Args:
-        task: looked at.
-        framework: of its tensors, for people.
-        with_step: the task has a step of its own, which needs no loss and may train several models.
-    """
-    objects = {**named_objects("model", task.model), **named_objects("optimizer", task.optimizer)}
-    for name, value in objects.items():
-        if isinstance(value, (type, str, types.FunctionType)) or value is None:
-            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-            raise UserError(f"{name} of the task is {kind}", f"give an object: {name}=..., with its arguments by name")
-    metrics = {f"metrics[{name!r}]": metric for name, metric in task.mean_metrics.items()}
-    fields = {"loss": task.loss, "forward": task.forward, **metrics}
-    if with_step:
-        fields = {name: value for name, value in fields.items() if name != "loss" or value is not None}
-    elif several := [name for name in ("model", "optimizer") if isinstance(vars(task)[name], Mapping)]:
-        fix = "give step=, which says how each of them is trained, or one object"
-        raise UserError(f"{several[0]} of the task is a dict, and the task has no step", fix)
-    for name, value in fields.items():
-        if isinstance(value, type) or not callable(value):
-            kind = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
-            arguments = "(model, batch)" if name == "forward" else "(outputs, batch)"
-            fix = f"give a function{arguments} over {framework} tensors"
-            if name.startswith("metrics"):
-                fix += f", or an object: {value.__name__}()" if isinstance(value, type) else ", or an hpctrain.Metric"
-            raise UserError(f"{name} of the task is {kind}", fix)
+def of_float64(batch: Mapping[str, Any]) -> str:
+    """What is added to a fix if arrays have NumPy's type of numbers, and not that of models."""
+    wide = [name for name, array in batch.items() if str(array.dtype).rpartition(".")[2] == "float64"]
+    return f". {', '.join(wide)} is float64 and models are float32: use array.astype(np.float32)" if wide else ""

@@ -24,6 +24,12 @@ def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
     return model(next(iter(batch.values())))
 
 
+def in_order(batch: Mapping[str, Any]) -> Any:
+    """The arrays of a batch, as ``fit`` packs them: one by itself, several as a tuple."""
+    arrays = tuple(batch.values())
+    return arrays if len(arrays) > 1 else arrays[0]
+
+
 @dataclass(frozen=True)
 class TorchScheduler:
     """A scheduler of ``torch.optim.lr_scheduler``, for ``TorchTask(schedule=...)``. Its state is saved with the run."""
@@ -94,8 +100,16 @@ class TorchTask(Task):
     ``hpctrain.StepContext``. It may return metrics by name."""
 
 
+@dataclass(frozen=True)
 class KerasTask(Task):
-    """A task whose model is a Keras 3 model on the TensorFlow backend."""
+    """A task whose model is a Keras 3 model on the TensorFlow backend.
+
+    A compiled model brings its loss, metrics and optimizer along, and one with its own ``train_step`` is trained by it.
+    """
+
+    fit_data: Callable[[Mapping[str, Any]], Any] = in_order
+    """fit_data(batch) gives what ``fit`` would hand to a compiled model's loss, or to ``train_step``: x, (x, y) or
+    (x, y, sample_weight). By default the batch's arrays in their order."""
 
 
 def kept_objects(task: Task) -> list[Kept]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
+from hpctrain.tasks.blame import no_such_field
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 
 
@@ -33,7 +36,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
     call = _bind(function, reference, arguments, world)
     seed()
     seeded = set(sys.modules)
-    task = call()
+    task = made(call)
     if not isinstance(task, (TorchTask, KerasTask)):
         raise UserError(
             f"task {reference} returned {type(task).__name__}",
@@ -46,6 +49,18 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
             f"import {framework} at the top of the file",
         )
     return task
+
+
+def made(call: Callable[[], Any]) -> Any:
+    """What the task function returns. Raises UserError if it names a field that tasks do not have."""
+    try:
+        return call()
+    except TypeError as error:
+        if "Task.__init__()" not in str(error):
+            raise
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        kind = KerasTask if KerasTask.__name__ in line else TorchTask
+        raise no_such_field(error, [field.name for field in dataclasses.fields(kind)]) from error
 
 
 def _function(reference: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 from hpctrain.run.figures import Matrix
-from hpctrain.train.metrics import MetricState
+from hpctrain.train.metrics import Metric, MetricState
 
 MOST_CLASSES = 100_000
 MOST_ROWS = 200
@@ -19,7 +19,7 @@ MOST_ROWS = 200
 
 
 @dataclass(frozen=True)
-class F1:
+class F1(Metric):
     """F1 score, as ``sklearn.metrics.f1_score`` gives it for all samples at once. Keeps three counts a class.
 
     Gets classes as whole numbers from 0, or outputs to decide by: with an axis of classes more than the targets have
@@ -60,7 +60,7 @@ class F1:
 
 
 @dataclass(frozen=True)
-class ConfusionMatrix:
+class ConfusionMatrix(Metric):
     """Counts of true against predicted classes, for the report. Gets what ``F1`` gets; keeps classes squared counts."""
 
     labels: Sequence[str] = ()

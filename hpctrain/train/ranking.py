@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 from hpctrain.run.figures import Curve
-from hpctrain.train.metrics import MetricState
+from hpctrain.train.metrics import Metric, MetricState
 
 POINTS = 200
 """Of a curve that is kept for the report; the ends and, along the curve, evenly spaced ones."""
 
 
-class Ranking:
+class Ranking(Metric):
     """Keeps the score and the class of every sample: 5 bytes a sample for fp32 scores, on rank 0 of all samples."""
 
     def init(self) -> MetricState:

@@ -53,7 +53,7 @@ class Placement(StrEnum):
     REPLICATED = "replicated"
     """Equal on every rank: parameters, optimizer, EMA, loss scale."""
     RANK = "rank"
-    """Each rank's own: random states, BatchNorm statistics on CPU."""
+    """Each rank's own: random states, BatchNorm statistics unless they are joined."""
     FIRST = "first"
     """Rank 0's, which all ranks take over at a resume: state of hooks and of a task's own objects."""
 

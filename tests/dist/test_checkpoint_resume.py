@@ -16,6 +16,7 @@ from tests.support.command import events
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
 TASK = {name: f"{ROOT}/tests/support/{name}_resume_task.py" for name in ("torch", "tensorflow")}
+OWN_STEP = f"{ROOT}/tests/support/keras_own_steps.py:vae_task"
 STEPS = 22
 """Batches of 24 out of 112 samples: 5 an epoch, the last of 16; resumes come in the middle of an epoch."""
 
@@ -76,6 +77,7 @@ CASES = [
     pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
     pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
     pytest.param("tensorflow", 4, {"save": {"writers": "node"}}, id="keras-4-writers-node"),
+    pytest.param("tensorflow", 2, {"task": OWN_STEP, "whole_step": False}, id="keras-2-own-step"),
 ]
 
 

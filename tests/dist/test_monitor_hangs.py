@@ -29,7 +29,7 @@ def run(mpirun: Callable[..., Any], folder: Path, ranks: int = 2, **script: Any)
     return event, result
 
 
-def nobody_is_left(folder: Path, patience_s: float = 8.0) -> bool:
+def nobody_is_left(folder: Path, patience_s: float = 60.0) -> bool:
     """Neither ranks nor agents, which may take some seconds to see that their ranks have gone."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:

@@ -100,6 +100,17 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("number", [1, 2], ids=["compiled", "train_step"])
+def test_the_models_of_the_docs_that_train_themselves(number: int, newcomer: Path) -> None:
+    (newcomer / "wave.py").write_text(block(TASKS, "python", number))
+    hpctrain("run", "-n", 2, "wave.yaml", "--train.epochs", 4, "--track.every_steps", 5, cwd=newcomer)
+    losses = [event["loss"] for event in events(newcomer / "runs/wave", "train")]
+    assert losses[-1] < 0.9 * losses[0]
+    assert events(newcomer / "runs/wave", "eval")[-1]["metrics"].keys() >= {"loss", ("accuracy", "kl_loss")[number - 1]}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["running", "training"])
 def test_the_programs_of_the_api_pages(page: str, newcomer: Path) -> None:
     text = (PROJECT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8")

@@ -188,7 +188,7 @@ def test_a_run_with_a_slow_rank(tmp_path: Path, opened: Callable[[Path], Page]) 
     path = misbehaving_run(
         tmp_path, "slow", task_args={"at": 60}, train={"steps": 160}, monitor={"enabled": True, "window_steps": 8}
     )
-    hpctrain("run", "-n", 2, path, env={"STEP_S": "0.02"}, warm="torch")
+    hpctrain("run", "-n", 2, path, env={"STEP_S": "0.02"})
     run = tmp_path / "run"
     page = opened(run)
     check_loss(page, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,26 @@ from tests.slurm.run import Run
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], launcher: str) -> None:
-    run = new_run(launch={"command": ["bash", "-c", "echo $(hostname) $HPCTRAIN_ATTEMPT"], "launcher": launcher})
+    program = "echo $(hostname) $HPCTRAIN_ATTEMPT; "
+    program += (
+        "echo told $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT $TF_CONFIG"
+    )
+    run = new_run(launch={"command": ["bash", "-c", program], "launcher": launcher})
     job = run.submit()
     assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
     assert sorted(line for line in run.log().splitlines() if line.endswith(" 1")) == ["n1 1", "n1 1", "n2 1", "n2 1"]
     assert run.status()["state"] == "finished"
+    told = sorted(line.split(maxsplit=5)[1:] for line in run.log().splitlines() if line.startswith("told "))
+    assert [words[:3] for words in told] == [
+        ["0/4", "0/2", "0"],
+        ["1/4", "1/2", "0"],
+        ["2/4", "0/2", "1"],
+        ["3/4", "1/2", "1"],
+    ]
+    assert len({words[3] for words in told}) == 1 and told[0][3].startswith("n1:")
+    configs = [json.loads(words[4]) for words in told]
+    assert [config["task"]["index"] for config in configs] == [0, 1, 2, 3]
+    assert [worker.partition(":")[0] for worker in configs[0]["cluster"]["worker"]] == ["n1", "n1", "n2", "n2"]
 
 
 COUNTING = """\

@@ -74,7 +74,76 @@ def column() -> dict[str, Any]:
     return {"x": x, "y": x[:, 0]}
 
 
+def data(**changes: Any) -> dict[str, Any]:
+    """Samples that fit, but for the changes."""
+    random = np.random.default_rng(3)
+    return {"x": random.normal(size=(40, 4)).astype(np.float32), "y": random.integers(0, 3, 40)} | changes
+
+
+class NoSuper(nn.Module):
+    """Forgets to call the constructor above."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(4, 3)
+
+
+class Two(nn.Module):
+    """Puts out two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's outputs, and the inputs."""
+        return self.layer(x), x
+
+
+class Away(nn.Linear):
+    """Moves its inputs by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """On a GPU."""
+        return super().forward(x.cuda())
+
+
 WRONG: dict[str, Any] = {
+    "no_train": lambda: TorchTask(nn.Linear(4, 3), loss, torch.optim.SGD([torch.ones(1)])),
+    "no_loss": lambda: made(loss=None),
+    "no_optimizer": lambda: made(optimizer=None),
+    "optimizer_name": lambda: made(optimizer="adam"),
+    "other_parameters": lambda: made(optimizer=torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
+    "no_super": lambda: made(model=NoSuper()),
+    "lazy": lambda: made(model=nn.LazyLinear(3)),
+    "two_outputs": lambda: made(model=Two()),
+    "cuda": lambda: made(model=Away(4, 3)),
+    "misspelt": lambda: TorchTask(nn.Linear(4, 3), loss, optimiser=None),  # type: ignore[call-arg]
+    "keras_model_fields": lambda: TorchTask(nn.Linear(4, 3), loss, None, data(), fit_data=None),  # type: ignore[call-arg]
+    "not_a_task": lambda: nn.Linear(4, 3),
+    "lengths": lambda: made(train=data(y=np.zeros(39, np.int64))),
+    "lists": lambda: made(train={"x": [[1.0, 2.0]], "y": [0]}),
+    "pair": lambda: made(train=(data()["x"], data()["y"])),
+    "words": lambda: made(train=data(y=np.array(["cat"] * 40))),
+    "empty": lambda: made(train={"x": np.ones((0, 4), np.float32), "y": np.ones(0, np.int64)}),
+    "loader": lambda: made(train=torch.utils.data.DataLoader([1, 2])),  # type: ignore[arg-type]
+    "no_file": lambda: made(train="train.h5"),
+    "float64": lambda: made(train=data(x=np.ones((40, 4)))),
+    "float_labels": lambda: made(train=data(y=np.ones(40, np.float32))),
+    "labels": lambda: made(train=data(y=np.full(40, 3))),
+    "dict_loss": lambda: made(loss=lambda outputs, batch: {"loss": loss(outputs, batch)}),
+    "three_values": lambda: made(loss=lambda outputs, batch: (loss(outputs, batch), 1.0, 2.0)),
+    "one_argument": lambda: made(loss=lambda outputs: outputs.mean()),
+    "forward_of_batch": lambda: made(forward=lambda batch: batch["x"]),
+    "metrics_list": lambda: made(metrics=[broken_metric]),
+    "metric_swapped": lambda: made(
+        metrics={"accuracy": lambda batch, outputs: (outputs.argmax(1) == batch["y"]).float().mean()}
+    ),
+    "transform": lambda: made(transform=lambda sample: sample),
+    "transform_none": lambda: made(transform=lambda sample, rng: None),
+    "collate": lambda: made(collate=lambda samples: samples),
+    "sampler": lambda: made(sampler=[0, 1, 2]),
+    "schedule": lambda: made(schedule="cosine"),
+    "hooks": lambda: made(hooks=NoForward()),
     "no_forward": lambda: made(model=NoForward()),
     "no_return": lambda: made(model=NoReturn()),
     "wide": lambda: made(model=nn.Linear(5, 3)),

@@ -186,7 +186,7 @@ SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("nargs", "epilog", "overrides", "program", "extraction_filter"),
     *("last_backward", "batch_norm", "_moments", "joint"),
-    *("stage", "future", "failure", "structure"),
+    *("stage", "future", "failure", "structure", "done", "summed"),
 }
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""
 

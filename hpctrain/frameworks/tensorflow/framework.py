@@ -19,10 +19,13 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
+from hpctrain.frameworks.tensorflow.compiled import holders
 from hpctrain.frameworks.tensorflow.dry_call import try_batch
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.leaves import KerasLeaves
 from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
+from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, trains_itself
+from hpctrain.frameworks.tensorflow.own_step import OwnStep, refuse_with_own_step
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow.state import (
@@ -103,6 +106,10 @@ class KerasFramework:
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
         self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
         self.objects, self.leaves = kept_objects(task), KerasLeaves()
+        self.own = OwnStep(task, config, self.group, clock, self.averages) if trains_itself(task.model) else None
+        """In place of ``passes.gradients``, ``update`` and ``steps``."""
+        self.example: HostBatch | None = None
+        """A batch for a model's own step on a rank without samples."""
         self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages, ready.joint)
         decay = train.ema_decay or 0.0
         self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
@@ -126,10 +133,14 @@ class KerasFramework:
 
     @property
     def reducer_name(self) -> str | None:
+        if self.own is not None:
+            return self.own.reducer_name
         return self.reducer.name if self.reducer else None
 
     @property
     def gradient_bytes(self) -> int:
+        if self.own is not None and self.own.updates is not None:
+            return self.own.gradient_bytes
         return 4 * self.pieces.layout.gradients
 
     def set_learning_rate(self, factors: Factors) -> None:
@@ -153,6 +164,8 @@ class KerasFramework:
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """Forward and backward are one function: their time is all Phase.BACKWARD."""
+        if self.own is not None:
+            return self._own_step(self.own, micro_batches, global_samples)
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
         if self.reducer is None:
@@ -176,6 +189,32 @@ class KerasFramework:
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own
         return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
+
+    def _own_step(self, own: OwnStep, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
+        """A rank without samples takes part in the exchanges, and leaves its own state as it was."""
+        if self.example is None and micro_batches:
+            self.example = copied(micro_batches[0])
+        if self.example is None:
+            what = f"a rank had no sample in its first batch ({global_samples} samples)"
+            raise UserError(what, "make train.global_batch larger, or start fewer ranks")
+        host = micro_batches[0] if micro_batches else self.example
+        batch, samples = on_device(host), samples_of(host) if micro_batches else 0
+        self.clock.mark(Phase.TO_DEVICE)
+        if own.updates is None:
+            own.plan(host)
+        if own.reducer_name is None:
+            own.open(self.choice)
+        with contextlib.nullcontext() if samples else self._unchanged():
+            try:
+                found = own.run(batch, tf.constant(samples / global_samples, tf.float64))
+                logs = {name: float(value) for name, value in found.items()} if samples else {}
+            except tf.errors.OpError as error:
+                if own.meeting.own_finite is None:
+                    raise
+                raise ranks_at_fault(self.group, own.meeting.own_finite) from error
+        self.clock.mark(Phase.OPTIMIZER)
+        sums = {name: (value * samples, float(samples)) for name, value in logs.items()}
+        return UpdateResult(sums.get("loss") or next(iter(sums.values()), (0.0, 0.0)), None, sums)
 
     def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
         """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
@@ -214,6 +253,11 @@ class KerasFramework:
             restore_host_random_state(random)
 
     def dry_call(self, batch: HostBatch) -> None:
+        if self.own is not None:
+            self.example = copied(batch)
+            self.own.plan(self.example)
+            if self.task.validation is None or evaluates_itself(self.task.model):
+                return
         with self._unchanged():
             copy = {name: np.array(array) for name, array in batch.items()}
             try_batch(self.task, self.passes, on_device(copy))
@@ -263,11 +307,11 @@ class KerasFramework:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         self.named.holdings.refuse_strangers(arrays)
         load_tensors(self._variables(), arrays)
-        if self.joint is not None:
-            self.joint.follow()
         if self.loss_scale:
             self.loss_scale.load(arrays)
         restore_host_random_state(arrays)
+        if self.joint:  # each rank may have had its own when they were saved
+            self.joint.follow()
         self.factor = None  # the rates of the run file hold, not the saved ones
 
     def begin_averages(self) -> None:
@@ -296,6 +340,8 @@ class KerasFramework:
         return digest([tensor for tensor in tensors if tensor.placement is Placement.REPLICATED])
 
     def close(self) -> None:
+        if self.own is not None:
+            self.own.close()
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
@@ -329,12 +375,13 @@ def open_keras(
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
     reducers = KerasReducers(Pieces(variables))
-    reducer = choice.known(reducers)
-    task.optimizer.build(variables)
+    reducer: Reducer | None = None
+    if not trains_itself(task.model):
+        reducer = choice.known(reducers)
+        task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
-    others = {"loss": task.loss, "forward": task.forward}
     apart = [one.value for one in kept_objects(task)]
-    held = Holdings(task.optimizer, others, task.model, [noise.state], apart)
+    held = Holdings(task.optimizer, holders(task), task.model, [noise.state], apart)
     named = Named(task.model, held, noise, joint.variables if joint else ())
     tensors = named.tensors()
     require_different_names(tensors)
@@ -354,6 +401,16 @@ def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
     return {name: tf.convert_to_tensor(array) for name, array in batch.items()}
 
 
+def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:
+    """A batch in memory of its own."""
+    return {name: np.array(array) for name, array in batch.items()}
+
+
+def samples_of(batch: HostBatch) -> int:
+    """How many samples a batch has."""
+    return len(next(iter(batch.values())))
+
+
 def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     """The number an optimizer was made with, or None if a Keras schedule sets its learning rate."""
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -368,11 +425,17 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
-    if not task.model.built:
+    own = trains_itself(task.model)
+    if own:
+        refuse_with_own_step(task, config)
+    if not own and not task.model.built:
         raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
     if not task.model.trainable_variables:
         raise UserError("the Keras model has no weight to train", "leave some layers trainable")
-    if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer):
+    held = optimizers_in(task.optimizer).values()
+    if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer) or (
+        own and any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in held)
+    ):
         raise UserError(
             "the optimizer is a LossScaleOptimizer",
             "give the inner one: train.precision: fp16 scales the loss by itself",

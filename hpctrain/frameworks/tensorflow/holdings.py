@@ -26,8 +26,8 @@ def is_end(value: Any) -> bool:
     return isinstance(value, (*VARIABLES, *HOLDERS, *GENERATORS, tf.Tensor, np.ndarray))
 
 
-def optimizers_in(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.optimizers.Optimizer]:
-    """Those that an optimizer holds, by path, inner ones first, and itself."""
+def optimizers_in(optimizer: Any) -> dict[str, keras.optimizers.Optimizer]:
+    """Those that an optimizer, or a dict of them, holds, by path, inner ones first, and itself."""
     places = Reach(is_end).places(optimizer)
     return {
         place.path: place.value
@@ -40,7 +40,7 @@ class Holdings:
     """Variables of a task's optimizer, of those that it wraps, and of the loss and ``forward``.
 
     Args:
-        optimizer: the task's, built; equal on all ranks.
+        optimizer: the task's, built; equal on all ranks. Or a dict of them, of a model that trains itself.
         others: what sees each rank's own samples, by name: the loss, ``forward``.
         model: its own variables are not looked at.
         known: other variables that are saved by other names.
@@ -49,7 +49,7 @@ class Holdings:
 
     def __init__(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: Any,
         others: Mapping[str, Any],
         model: keras.Model,
         known: Iterable[tf.Variable],

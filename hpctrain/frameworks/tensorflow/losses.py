@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hpctrain.errors import UserError
 from hpctrain.tasks.blame import no_mean, no_such_loss, not_called, target_of
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -18,7 +19,17 @@ SOME = ("mse", "mae", "huber", "binary_crossentropy", "categorical_crossentropy"
 
 def of_target(function: Callable[..., Any], target: str, outputs: Any, batch: Mapping[str, Any]) -> Any:
     """A loss that knows nothing of batches; functions of Keras give one value a sample."""
+    refuse_masked(outputs)
     return keras.ops.mean(function(batch[target], outputs))
+
+
+def refuse_masked(outputs: Any) -> None:
+    """Raises UserError if Keras would leave out masked steps: batches then weigh differently."""
+    if any(keras.src.backend.get_keras_mask(one) is not None for one in keras.tree.flatten(outputs)):
+        raise UserError(
+            "the outputs carry a mask, by which Keras' losses divide differently on each rank",
+            "return (sum, weight) from a function(outputs, batch), or leave mask_zero out",
+        )
 
 
 def as_loss(given: Any, fields: Sequence[str]) -> Any:

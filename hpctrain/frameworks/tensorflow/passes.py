@@ -13,6 +13,8 @@ import keras
 import tensorflow as tf
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow.compiled import CompiledLoss
+from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, predicts_itself, tested
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.tensorflow_pieces import Pieces
@@ -119,13 +121,11 @@ class Passes:
         refuse_late_weights(self.variables, self.task.model)
         gradients = tape.gradient(target, [variable.value for variable in self.variables])
         if all(gradient is None for gradient in gradients):
-            raise UserError(
-                "loss does not depend on the weights of the Keras model: nothing would be trained",
-                "compute it from the outputs with Keras or TensorFlow operations that have gradients, unlike argmax",
-            )
-        dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
+            raise loss_of_nothing()
+        pairs = zip(self.variables, gradients, strict=True)
+        known = [dense(variable, gradient, self.sparse) for variable, gradient in pairs]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.pieces.pack_with(dense, slots)
+        return self.pieces.pack_with(known, slots)
 
     def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         assert self.joint is not None, "see __init__"
@@ -134,13 +134,21 @@ class Passes:
 
     def _evaluate(self, batch: Tensors) -> tuple[dict[str, tuple[tf.Tensor, tf.Tensor]], Any]:
         with self._average_weights():
+            if evaluates_itself(self.task.model):
+                return tested(self.task, batch), ()
             outputs = self.outputs(batch, training=False)
-            scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.mean_metrics.items()}
+            judged = {name: metric(outputs, batch) for name, metric in self.task.mean_metrics.items()}
+            if isinstance(self.task.loss, CompiledLoss):
+                judged |= self.task.loss.scores(outputs, batch)
+            scores = {name: score_of(score, batch) for name, score in judged.items()}
             scores["loss"] = self._loss(outputs, batch)
         return {name: (score.total, score.weight) for name, score in scores.items()}, outputs
 
     def _predict(self, batch: Tensors) -> Any:
         with self._average_weights():
+            if predicts_itself(self.task.model):
+                outputs = self.task.model.predict_step(self.task.fit_data(dict(batch)))
+                return tf.nest.map_structure(full_precision, outputs)
             return self.outputs(batch, training=False)
 
     def _average_weights(self) -> contextlib.AbstractContextManager[Any]:
@@ -152,7 +160,7 @@ class Passes:
         """Of the model, in full precision."""
         self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
         outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
-        return tf.nest.map_structure(full_precision, outputs)
+        return None if outputs is None else tf.nest.map_structure(full_precision, outputs)
 
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
         """The task's loss and the model's own penalties, which weigh as much as the samples do."""
@@ -160,15 +168,25 @@ class Passes:
         penalties = [tf.cast(penalty, loss.total.dtype) for penalty in self.task.model.losses]
         return replace(loss, total=loss.total + loss.weight * tf.add_n(penalties)) if penalties else loss
 
-    def _dense(self, variable: keras.Variable, gradient: Any) -> tf.Tensor:
-        if gradient is None:
-            return tf.zeros(variable.shape)
-        if isinstance(gradient, tf.IndexedSlices) and self.sparse == "refuse":
-            raise UserError(
-                f"the gradient of {variable.path} is sparse, and reduce.sparse is refuse",
-                "set reduce.sparse: densify, or compute the gradient densely",
-            )
-        return tf.convert_to_tensor(gradient)
+
+def loss_of_nothing() -> UserError:
+    """A loss without gradients."""
+    return UserError(
+        "loss does not depend on the weights of the Keras model: nothing would be trained",
+        "compute it from the outputs with Keras or TensorFlow operations that have gradients, unlike argmax and NumPy",
+    )
+
+
+def dense(variable: keras.Variable, gradient: Any, sparse: str) -> tf.Tensor:
+    """A gradient as it is exchanged; zeros for None. Raises UserError if it is sparse and that is refused."""
+    if gradient is None:
+        return tf.zeros(variable.shape)
+    if isinstance(gradient, tf.IndexedSlices) and sparse == "refuse":
+        raise UserError(
+            f"the gradient of {variable.path} is sparse, and reduce.sparse is refuse",
+            "set reduce.sparse: densify, or compute the gradient densely",
+        )
+    return tf.convert_to_tensor(gradient)
 
 
 def refuse_late_weights(known: Sequence[keras.Variable], model: keras.Model) -> None:
@@ -212,8 +230,13 @@ def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> 
 
 
 def full_precision(value: tf.Tensor) -> tf.Tensor:
-    """Half-precision outputs in float32, for losses and files."""
-    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+    """Half-precision outputs in float32, for losses and files; their masks stay."""
+    if value.dtype not in (tf.float16, tf.bfloat16):
+        return value
+    cast, mask = tf.cast(value, tf.float32), keras.src.backend.get_keras_mask(value)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(cast, mask)
+    return cast
 
 
 class Update:

@@ -70,7 +70,7 @@ class SyncBatchNorm:
             self.follow()
 
     def follow(self) -> None:
-        """All ranks take over what rank 0's layers have learnt: a checkpoint may hold each rank's own. Collective."""
+        """Moving statistics become those of rank 0. Collective."""
         broadcast(self.group, self.variables, "follow BatchNorm's statistics")
 
     @contextlib.contextmanager

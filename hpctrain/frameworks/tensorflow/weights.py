@@ -5,28 +5,69 @@ from __future__ import annotations
 import keras
 
 from hpctrain.data.dataset import Samples
+from hpctrain.errors import HpctrainError
+from hpctrain.frameworks.tensorflow.compiled import CompiledLoss
+from hpctrain.frameworks.tensorflow.overrides import trains_itself
+from hpctrain.frameworks.tensorflow.own_step import build_by_own_step
 from hpctrain.frameworks.tensorflow.passes import InMode, Tensors, score_of
+from hpctrain.tasks.blame import blame, shapes
 from hpctrain.tasks.definition import KerasTask
+
+BY_MODEL = "the model or forward"
 
 
 def lacks_weights(model: keras.Model) -> bool:
-    """Whether some layer is still to be built. ``model.built`` does not say: ``build(shape)`` alone sets it, too."""
-    return any(not layer.built for layer in model._flatten_layers())
+    """Whether a layer, or what ``compile`` has set, is still to be built, or a model's own step may have to build it.
+
+    ``model.built`` does not say: ``build(shape)`` alone sets it, too.
+    """
+    compiled = [model._compile_loss, model._compile_metrics] if isinstance(model, keras.Model) else []
+    waiting = [one for one in [*model._flatten_layers(), *compiled] if one is not None and not one.built]
+    return trains_itself(model) or bool(waiting)
 
 
 def build_weights(task: KerasTask, samples: Samples) -> None:
-    """Traces forward pass, loss and metrics once, so that every layer makes its weights; nothing is computed.
+    """Traces forward pass, loss and metrics, or a model's own step, so that every layer and optimizer makes its
+    weights; nothing is computed.
 
     Args:
         task: whose model is to be built.
         samples: arrays such as the task's batches hold, with any number of samples.
     """
+    if trains_itself(task.model):
+        build_by_own_step(task, samples)
+        return
     batch = {name: keras.KerasTensor((None, *array.shape[1:]), array.dtype.name) for name, array in samples.items()}
 
-    def call(batch: Tensors) -> None:
-        outputs = task.forward(task.model, batch)
-        for judge in (task.loss, *task.mean_metrics.values()):
-            score_of(judge(outputs, batch), batch)
+    doing = BY_MODEL
+    refused: list[HpctrainError] = []
 
-    for training in (True, False):
-        InMode(call)(batch, training=training)
+    def judge(batch: Tensors) -> None:
+        nonlocal doing
+        outputs = task.forward(task.model, batch)
+        if outputs is None:
+            return  # the dry call says so
+        judges = {"loss": task.loss, **{f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}}
+        for name, function in judges.items():
+            doing = name
+            score_of(function(outputs, batch), batch)
+        if isinstance(task.loss, CompiledLoss):
+            doing = "metrics of compile"
+            task.loss.scores(outputs, batch)
+
+    def call(batch: Tensors) -> None:
+        try:
+            judge(batch)
+        except HpctrainError as error:  # Keras would make another one of its class
+            refused.append(error)
+
+    try:
+        for training in (True, False):
+            InMode(call)(batch, training=training)
+    except Exception as error:
+        given = "forward(model, batch) gets the model and" if doing == BY_MODEL else f"{doing} gets the outputs and"
+        raise blame(
+            doing, f"{given} a dict of {shapes(batch)}; by default a model gets its first array", error
+        ) from error
+    if refused:
+        raise refused[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UserError
-from hpctrain.tasks.blame import blamed, shapes
+from hpctrain.tasks.blame import blamed, of_float64, shapes
 from hpctrain.tasks.definition import Task
 
 SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
@@ -61,6 +61,7 @@ def forward(task: Task, model: Any, batch: Mapping[str, Tensor]) -> Any:
     """The outputs."""
     fix = (
         f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"
+        f"{of_float64(batch)}"
     )
     with blamed("the model or forward", fix):
         outputs = task.forward(model, batch)

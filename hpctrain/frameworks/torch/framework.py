@@ -305,8 +305,6 @@ class TorchFramework:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         arrays = {plain_name(name): array for name, array in arrays.items()}  # 0.2 saved the names of compiled models
         load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
-        if self.joint:
-            self.joint.follow()
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
@@ -314,6 +312,8 @@ class TorchFramework:
             scale.load(arrays)
         self.steps[...] = arrays.get(STEPS, 0)
         load_random(self.device, arrays)
+        if self.joint:  # each rank may have had its own when they were saved
+            self.joint.follow()
 
     def reseed(self, step: int) -> None:
         rank_seed = derive(self.config.seed, 1, self.world.data.rank, step)  # dropout must differ between ranks

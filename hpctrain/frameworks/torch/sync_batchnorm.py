@@ -83,7 +83,7 @@ class SyncBatchNorm:
             self.follow()
 
     def follow(self) -> None:
-        """All ranks take over what rank 0's layers have learnt: a checkpoint may hold each rank's own. Collective."""
+        """Running statistics become those of rank 0. Collective."""
         joint = joint_names(self.model)
         buffers = [buffer for name, buffer in self.model.named_buffers() if name in joint]
         broadcast(self.group, buffers, "follow BatchNorm's statistics")

@@ -1,7 +1,7 @@
 """Ranks that train, save and resume: checkpoint_training.py <run folder> <records folder> <JSON options>
 
-Options: task, task_args, steps, every_steps, stop_after, kill_after, kill_rank, precision, save, fresh, batch. Each
-rank appends what it did to <records>/<rank>.jsonl, the last line being checksums of all its state.
+Options: task, task_args, steps, every_steps, stop_after, kill_after, kill_rank, precision, save, fresh, batch,
+whole_step. Each rank appends what it did to <records>/<rank>.jsonl, the last line being checksums of all its state.
 """
 
 from __future__ import annotations
@@ -90,11 +90,10 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
         train=TrainConfig(
             steps=options["steps"],
             global_batch=options.get("batch", 24),
-            accumulate=2,
-            clip_norm=1.0,
             ema_decay=0.9,
             precision=options.get("precision", "fp32"),
             eval_every_epochs=1,
+            **({"accumulate": 2, "clip_norm": 1.0} if options.get("whole_step", True) else {}),
         ),
         schedule=ScheduleConfig(kind="cosine", warmup_steps=3),
         reduce=ReduceConfig(kind="mpi" if world.size > 1 else "none"),

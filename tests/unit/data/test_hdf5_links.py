@@ -452,9 +452,8 @@ def test_a_virtual_array_claims_no_more_than_its_sources(folder: Path) -> None:
 
 
 def test_an_order_that_does_not_fit_into_memory() -> None:
-    for shuffle in ("full", "block"):
-        with pytest.raises(UserError, match="the order of 1125899906842624 samples does not fit"):
-            Order(2**50, 2, shuffle=shuffle).batch_indices(0, 0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="the order of 1125899906842624 samples does not fit"):
+        Order(2**50, 2, shuffle="block").batch_indices(0, 0)
 
 
 def test_samples_that_do_not_fit_into_memory(folder: Path) -> None:

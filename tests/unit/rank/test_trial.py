@@ -51,6 +51,64 @@ TORCH = {
     "metric_of_samples": (r"metrics\['wrong'\] returned a tensor of shape \[8\]", "", "return its mean"),
     "optimizer_class": ("optimizer of the task is the class Adam", "", "give an object"),
     "model_class": ("model of the task is the class NoForward", "", "give an object"),
+    "no_train": ("train of the task is missing", "", "train={'x': ..., 'y': ...}"),
+    "no_loss": ("loss of the task is missing", "", r"function\(outputs, batch\)"),
+    "no_optimizer": ("optimizer of the task is missing", "", r"optimizer=torch.optim.Adam\(model.parameters\(\)"),
+    "optimizer_name": ("optimizer of the task is str 'adam'", "", r"optimizer=torch.optim.Adam\("),
+    "other_parameters": ("optimizer updates tensors that are not parameters", "", r"model.parameters\(\)"),
+    "no_super": ("cannot assign module before", r"wrong_torch_tasks.py:\d+: `self.layer = ", ""),
+    "lazy": ("parameter weight has no shape yet", "", "example batch"),
+    "two_outputs": ("loss fails", r"not tuple \(wrong_torch_tasks.py:\d+: `return", "outputs a tuple of 2"),
+    "cuda": ("the model or forward fails", r"wrong_torch_tasks.py:\d+: `return super\(\).forward\(x.cuda", "x .8, 4."),
+    "misspelt": (
+        "the task cannot be made: .*'optimiser'",
+        r"wrong_torch_tasks.py:\d+: ",
+        "model, loss, optimizer, train",
+    ),
+    "keras_model_fields": (
+        "the task cannot be made: .*'fit_data'",
+        r"wrong_torch_tasks.py:\d+: ",
+        "its fields are model",
+    ),
+    "not_a_task": ("returned Linear", "", r"return hpctrain.TorchTask"),
+    "lengths": ("different numbers of samples: 'x' 40, 'y' 39", "", "equally long"),
+    "lists": ("the model or forward fails", "Double and Float", r"x is float64 .*astype\(np.float32\)"),
+    "pair": ("train of the task is a tuple of 2 arrays", "", "train={'x': x, 'y': y}"),
+    "words": ("'y' has dtype <U3", "", "encode text"),
+    "empty": ("holds no samples", "", "at least one sample"),
+    "loader": ("a torch DataLoader was given", "", "its .dataset"),
+    "no_file": ("train.h5 does not exist", "", "path"),
+    "float64": ("the model or forward fails", "Double and Float", r"x is float64 .*astype\(np.float32\)"),
+    "float_labels": ("loss fails", r"got Float \(wrong_torch_tasks.py:\d+: `return", r"y \[8\]"),
+    "labels": (
+        "loss fails",
+        r"Target 3 is out of bounds. \(wrong_torch_tasks.py:\d+",
+        "outputs a tensor of shape .8, 3.",
+    ),
+    "dict_loss": ("loss returned a dict of loss", "", "return its mean"),
+    "three_values": ("loss returned 3 values", "", "sum, weight"),
+    "one_argument": (
+        r"loss of the task takes \(outputs\), not \(outputs, batch\)",
+        r"wrong_torch_tasks.py:\d+: `",
+        r"function\(outputs, batch\)",
+    ),
+    "forward_of_batch": (
+        r"forward of the task takes \(batch\), not \(model, batch\)",
+        r"wrong_torch_tasks.py:\d+: `",
+        r"function\(model, batch\)",
+    ),
+    "metrics_list": ("metrics= of the task is list", "", "metrics={'accuracy': accuracy}"),
+    "metric_swapped": (r"metrics\['accuracy'\] fails", r"wrong_torch_tasks.py:\d+: ", r"gets \(outputs, batch\)"),
+    "transform": (
+        r"transform of the task takes \(sample\), not \(sample, rng\)",
+        r"wrong_torch_tasks.py:\d+: `",
+        r"function\(sample, rng\)",
+    ),
+    "transform_none": ("the transform returned None for sample", "", "a return is missing"),
+    "collate": ("collate returned a list", "", "return a dict of arrays"),
+    "sampler": ("sampler of the task is list", "", r"function\(epoch\)"),
+    "schedule": ("schedule of the task is str 'cosine'", "", r"function\(step\) .* TorchScheduler"),
+    "hooks": ("hooks= of the task is NoForward", "", r"hooks=\[MyHook"),
 }
 KERAS = {
     "wide": ("the model or forward fails", r"wrong_keras_tasks.py:\d+: `return model\(", r"x \[8, 4\]"),
@@ -60,6 +118,37 @@ KERAS = {
     "class": ("loss=SparseCategoricalCrossentropy is a class", "", r"\(\)"),
     "sum": ("is not the plain mean", "", "sum, weight"),
     "metric": (r"metrics\['accuracy'\] fails", "KeyError: 'label'", r"y \[8\]"),
+    "argmax": ("loss does not depend on the weights", "", "operations that have gradients, unlike argmax"),
+    "no_call": ("the model or forward fails", r"NoCall does not have a `call\(\)` method", r"dict of x \[None, 4\]"),
+    "no_return": ("the model or forward returned None", "", "a return is missing"),
+    "optimizer_name": ("optimizer of the task is str 'adam'", "", r"optimizer=keras.optimizers.Adam\("),
+    "no_optimizer": ("optimizer of the task is missing", "", r"optimizer=keras.optimizers.Adam\("),
+    "no_loss": ("loss of the task is missing", "", r"function\(outputs, batch\)"),
+    "model_class": ("model of the task is the class Sequential", "", "give an object"),
+    "numpy": ("loss does not depend on the weights", "", "unlike argmax and NumPy"),
+    "labels": (
+        "loss fails",
+        r"label value of 3 .*wrong_keras_tasks.py:\d+: `return",
+        "outputs a tensor of shape .8, 3.",
+    ),
+    "metrics_list": ("metrics= of the task is list", "", "metrics={'accuracy': accuracy}"),
+    "input_shape": ("the model or forward fails", "to have value 5", r"x \[8, 4\]"),
+    "pair": ("train of the task is a tuple of 2 arrays", "", "train={'x': x, 'y': y}"),
+    "compiled_without_loss": ("neither the task nor compile has a loss", "", r"model.compile\(optimizer, loss='mse'\)"),
+    "compiled_with_a_class": ("loss=MeanSquaredError is a class", "", r"MeanSquaredError\(\)"),
+    "compiled_with_four_arrays": ("compile's loss needs x, y", "samples hold x, y, a, b", "fit_data=lambda batch"),
+    "compiled_metric": ("compile's metric auc is of class AUC", "", "metrics={.auc.: AUC"),
+    "own_step_not_compiled": (
+        "OwnStep has a train_step of its own, but no optimizer",
+        "",
+        r"model.compile\(optimizer=",
+    ),
+    "own_step_and_optimizer": ("which does not use optimizer= of the task", "", "compile the model with it"),
+    "own_step_and_data": (
+        "train_step of the model fails",
+        r"wrong_keras_tasks.py:\d+: `",
+        r"x \[None, 4\], y \[None\]",
+    ),
 }
 
 
@@ -88,6 +177,7 @@ def test_wrong_torch_tasks(which: str) -> None:
     assert len(caught.value.what) < 700 and "\n" not in caught.value.what
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Keras, before it fails
 @pytest.mark.parametrize("which", KERAS)
 def test_wrong_keras_tasks(which: str) -> None:
     what, line, fix = KERAS[which]
@@ -96,6 +186,11 @@ def test_wrong_keras_tasks(which: str) -> None:
     assert (
         len(caught.value.what) < 700 and "\n" not in caught.value.what and "Arguments received" not in caught.value.what
     )
+
+
+def test_each_wrong_task_is_in_the_tables() -> None:
+    assert TORCH.keys() == wrong_torch_tasks.WRONG.keys() and KERAS.keys() == wrong_keras_tasks.WRONG.keys()
+    assert len(TORCH) + len(KERAS) >= 40
 
 
 def test_a_keras_loss_that_depends_on_no_weight_is_found_when_it_is_traced() -> None:

@@ -1,0 +1,352 @@
+"""Models with a ``train_step`` of their own: each of their optimizers updates with gradients summed over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.comm.group import Group
+from hpctrain.config.sections import Config
+from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow.holdings import optimizers_in
+from hpctrain.frameworks.tensorflow.intercept import Apply, intercepted
+from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, scalars, tested
+from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, dense
+from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
+from hpctrain.frameworks.tensorflow.state import model_tensors
+from hpctrain.frameworks.tensorflow.step import like
+from hpctrain.frameworks.tensorflow.sync_batchnorm import joint_layers
+from hpctrain.frameworks.update import NotFinite
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.exchange_slots import SQUARE
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.tensorflow_pieces import Pieces
+from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer
+from hpctrain.tasks.blame import blamed, shapes
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.state import Placement
+
+Variables = tuple[keras.Variable, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one ``apply`` of a step changes."""
+
+    optimizer: str
+    """Its path in the model."""
+    variables: Variables
+    """Those that have a gradient."""
+
+
+@dataclass
+class Tracing:
+    """One trace of ``train_step``."""
+
+    optimizers: Mapping[int, str]
+    """Path by identity of the model's optimizers."""
+    graph: tf.Graph
+    updates: list[Update] = field(default_factory=list)
+    done: list[tf.Tensor] = field(default_factory=list)
+    """The last exchange: the next one waits for it, so that all ranks exchange in the same order."""
+    summed: list[tf.Tensor] = field(default_factory=list)
+    """All tensors that came out of exchanges."""
+
+    def known(
+        self, optimizer: keras.optimizers.Optimizer, given: Any, variables: Any
+    ) -> tuple[list[Any], list[keras.Variable]]:
+        """Gradients and variables of an ``apply``, and notes it down. Raises UserError if it cannot be exchanged."""
+        if id(optimizer) not in self.optimizers:
+            raise UserError(
+                f"train_step applies gradients by the {type(optimizer).__name__} {optimizer.name!r}, which is not an "
+                "attribute of the model, so that its state would not be saved",
+                "keep the optimizer as an attribute of the model (self.d_optimizer), set in __init__ or compile",
+            )
+        name = self.optimizers[id(optimizer)]
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise UserError(
+                f"train_step applies gradients by {name} inside tf.cond or tf.while_loop, where ranks might not meet",
+                "apply them in every step, or in a Python loop; multiply gradients by 0 where nothing is to change",
+            )
+        variables = list(optimizer._trainable_variables if variables is None else variables)
+        gradients = list(given)
+        present = [one for gradient, one in zip(gradients, variables, strict=True) if gradient is not None]
+        if not present:
+            raise UserError(
+                f"train_step gives {name} no gradient at all: what it differentiates does not depend on the weights",
+                "compute the loss inside of tf.GradientTape, by operations that have gradients, unlike argmax",
+            )
+        self.updates.append(Update(name, tuple(present)))
+        return gradients, variables
+
+
+def new_tracing(task: KerasTask) -> Tracing:
+    """In the TensorFlow function that is being traced."""
+    optimizers = {id(one): path or "optimizer" for path, one in optimizers_in(task.optimizer).items()}
+    return Tracing(optimizers, tf.compat.v1.get_default_graph())
+
+
+def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[Update]:
+    """What ``train_step`` updates, and in which order: traces it, and computes nothing.
+
+    Builds optimizers and layers that are not built. No other rank is needed.
+
+    Args:
+        task: with the optimizers of its model.
+        batch: shapes and types of a batch.
+
+    Raises:
+        UserError: the step fails, or its gradients cannot be exchanged.
+    """
+    tracings: list[Tracing] = []
+
+    def call(tensors: Tensors) -> None:
+        tracing = new_tracing(task)
+        tracings.append(tracing)
+
+        def note(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
+            _, variables = tracing.known(optimizer, gradients, variables)
+            if not optimizer.built:
+                with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(variables)
+
+        task.model.reset_metrics()
+        fix = f"train_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
+        with blamed("train_step of the model", fix), intercepted(note):
+            logs = task.model.train_step(task.fit_data(dict(tensors)))
+        scalars(logs, "train_step")
+        if not tracing.updates:
+            raise UserError(
+                "train_step of the model applies no gradients by an optimizer",
+                "call self.optimizer.apply_gradients(zip(gradients, self.trainable_weights)) in it",
+            )
+
+    tf.function(call, autograph=False).get_concrete_function(dict(batch))
+    return tracings[-1].updates
+
+
+def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
+    """Makes the weights of a model that trains itself, and its optimizers' state; nothing is computed."""
+    planned(task, {name: tf.TensorSpec((None, *one.shape[1:]), one.dtype) for name, one in specs(samples).items()})
+
+
+def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[Update]:
+    """What ``train_step`` updates. Raises UserError if it fails on a batch, or ``test_step`` does where it is used."""
+    updates = planned(task, specs(batch))
+    if task.validation is not None and evaluates_itself(task.model):
+        fix = f"test_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
+
+        def call(tensors: Tensors) -> None:
+            with blamed("test_step of the model", fix):
+                tested(task, tensors)
+
+        tf.function(call, autograph=False).get_concrete_function(specs(batch))
+    return updates
+
+
+def specs(batch: Mapping[str, NDArray[Any]]) -> dict[str, tf.TensorSpec]:
+    """Shapes and types of arrays."""
+    return {name: tf.TensorSpec(array.shape, tf.as_dtype(array.dtype)) for name, array in batch.items()}
+
+
+class Meeting:
+    """What happens on the host where ranks meet in a step."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+        self.own_finite: bool | None = None
+        """Of the exchange at which the step was ended by NotFinite; None if it was not."""
+
+    def arrive(self, slots: NDArray[Any]) -> NDArray[Any]:
+        """This rank's gradients are complete."""
+        self.own_finite = None
+        self.clock.mark(Phase.BACKWARD)
+        return slots
+
+    def leave(self, square: NDArray[Any], own: NDArray[Any]) -> np.bool_:
+        """The sums are there. Raises NotFinite, on all ranks alike, if they are not finite."""
+        self.clock.mark(Phase.EXCHANGE)
+        if not np.isfinite(square):
+            self.own_finite = bool(np.isfinite(own))
+            raise NotFinite
+        return np.True_
+
+
+class OwnStep:
+    """Runs a model's ``train_step``, traced once; in it, ranks meet at each ``apply`` of an optimizer.
+
+    Args:
+        task: its ``optimizer`` holds those of the model, by path.
+        averages: of the trainable variables, in float32; empty without an EMA.
+    """
+
+    def __init__(
+        self, task: KerasTask, config: Config, group: Group, clock: StepClock, averages: Sequence[tf.Variable] = ()
+    ) -> None:
+        self.task, self.group, self.sparse = task, group, config.reduce.sparse
+        self.averages, self.decay = averages, config.train.ema_decay or 0.0
+        self.meeting = Meeting(clock)
+        self.must_agree = group.size > 1
+        """Whether weights that the step changes by this rank's own values are refused: on one rank it may."""
+        self.updates: list[Update] | None = None
+        """Those of one step, once it has been planned."""
+        self.pieces: dict[Any, Pieces] = {}
+        self.reducers: dict[Any, Reducer] = {}
+        """By the variables whose gradients travel together."""
+        self.run = Traced(self._run, compiled=False, autograph=False)
+        """run(batch, share) -> {name: scalar}: ``share`` is this rank's part of the global batch."""
+
+    def plan(self, batch: Mapping[str, NDArray[Any]]) -> None:
+        """Tries a step on a batch, and notes what it updates; see ``try_own_step``."""
+        self.updates = try_own_step(self.task, batch)
+
+    def open(self, choice: ReducerChoice) -> None:
+        """Makes the reducers of a planned step. Collective.
+
+        Raises:
+            UserError: ranks would exchange other gradients than rank 0.
+        """
+        updates = self.updates or []
+        described = [(one.optimizer, [variable.path for variable in one.variables]) for one in updates]
+        everywhere = self.group.allgather(described, "compare what their train_step updates")
+        odd = [rank for rank, each in enumerate(everywhere) if each != everywhere[0]]
+        if odd:
+            raise UserError(
+                f"train_step of rank {odd[0]} updates other weights than that of rank 0, or in another order",
+                "make the same updates on every rank: only data may depend on the rank",
+            )
+        self.pieces = {key(one.variables): Pieces(one.variables) for one in updates}
+        largest, *others = sorted(self.pieces, key=lambda each: -self.pieces[each].layout.gradients)
+        reducers = {each: KerasReducers(pieces) for each, pieces in self.pieces.items()}
+        zeros = self.pieces[largest].zeros()
+        first = choice.reducer(reducers[largest], lambda reducer: np.asarray(reducer.sum(zeros)[-1]))
+        self.reducers = {largest: first}
+        for each in others:
+            self.reducers[each] = reducers[each].open(Candidate.parse(first.name), self.group)
+
+    def close(self) -> None:
+        """Releases the reducers."""
+        while self.reducers:
+            self.reducers.popitem()[1].close()
+
+    @property
+    def reducer_name(self) -> str | None:
+        """Of all of them."""
+        return next((reducer.name for reducer in self.reducers.values()), None)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one step."""
+        return 4 * sum(self.pieces[key(one.variables)].layout.gradients for one in self.updates or [] if self.pieces)
+
+    def _run(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
+        tracing = new_tracing(self.task)
+
+        def exchange(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
+            gradients, variables = tracing.known(optimizer, gradients, variables)
+            apply(self._summed(tracing, share, gradients, variables), variables)
+
+        model = self.task.model
+        model.reset_metrics()
+        with intercepted(exchange):
+            logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
+        for average, variable in zip(self.averages, model.trainable_variables, strict=False):
+            average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.decay))
+        if self.must_agree:
+            self._refuse_own_values(tracing, list(batch.values()))
+        return logs
+
+    def _summed(
+        self, tracing: Tracing, share: tf.Tensor, gradients: Sequence[Any], variables: Sequence[keras.Variable]
+    ) -> list[Any]:
+        """Means over the samples of the global batch, in place of those over this rank's part."""
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        known = key(tuple(variables[index] for index in present))
+        if known not in self.reducers:
+            raise UserError(
+                f"train_step updates other weights by {tracing.updates[-1].optimizer} than it did when it was planned",
+                "make the same updates in every step",
+            )
+        pieces, reducer = self.pieces[known], self.reducers[known]
+        packed = pieces.pack_with([dense(variables[each], gradients[each], self.sparse) for each in present], {})
+        part = tf.cast(share, pieces.dtype)
+        *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in packed]  # 0 of a rank without samples
+        with tf.control_dependencies([*mine, *tracing.done]):
+            slots = like(slots, tf.numpy_function(self.meeting.arrive, [slots], slots.dtype))
+        with tf.control_dependencies([slots]):
+            *sums, slots = reducer.sum([*mine, slots])
+        square = slots[SQUARE]
+        own = tf.cond(tf.math.is_finite(square), lambda: square, lambda: tf.add_n([tf.nn.l2_loss(one) for one in mine]))
+        with tf.control_dependencies(sums):
+            tracing.done = [tf.numpy_function(self.meeting.leave, [square, own], tf.bool)]
+        with tf.control_dependencies(tracing.done):
+            sums = [tf.identity(total) for total in sums]
+        tracing.summed += sums
+        found: list[Any] = [None] * len(variables)
+        for each, total in zip(present, pieces.unpack(sums), strict=True):
+            found[each] = tf.cast(total, variables[each].dtype)
+        return found
+
+    def _refuse_own_values(self, tracing: Tracing, inputs: Sequence[tf.Tensor]) -> None:
+        """Raises UserError if the step writes into weights what it has computed from this rank's samples."""
+        weights = [one for one in model_tensors(self.task.model) if one.placement is Placement.REPLICATED]
+        slots = [one.value for each in optimizers_in(self.task.optimizer).values() for one in each.variables]
+        variable = written_by_own_values(
+            tracing.graph, inputs, [*(one.variable for one in weights), *slots], tracing.summed
+        )
+        if variable is not None:
+            names = {id(one.variable): one.name.removeprefix("model/") for one in weights}
+            raise UserError(
+                f"train_step changes {names.get(id(variable), variable.name)} by what it has computed from this rank's "
+                "samples, and not by an optimizer: the weights of the ranks would differ",
+                "change trained and frozen weights by optimizer.apply_gradients, or by what is equal on all ranks",
+            )
+
+
+def key(variables: Sequence[keras.Variable]) -> tuple[int, ...]:
+    """Of those whose gradients travel together."""
+    return tuple(id(variable) for variable in variables)
+
+
+def refuse_with_own_step(task: KerasTask, config: Config) -> None:
+    """Raises UserError for what does not go with a ``train_step`` of the model's own, which makes its own updates."""
+    train = config.train
+    rows: dict[str, tuple[bool, str]] = {
+        f"train.accumulate: {train.accumulate}": (
+            train.accumulate > 1,
+            "give the optimizer gradient_accumulation_steps, or leave train.accumulate out",
+        ),
+        f"train.clip_norm: {train.clip_norm}": (
+            train.clip_norm is not None,
+            "give the optimizers global_clipnorm: they see the gradient of the global batch",
+        ),
+        "train.precision: fp16": (
+            train.precision == "fp16",
+            "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
+        ),
+        "train.compile": (train.compile, "leave train.compile out: ranks meet inside of the step"),
+        "BatchNormalization over all ranks": (
+            bool(joint_layers(task.model, train.sync_batchnorm)),
+            "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
+        ),
+        "metrics= of the task": (
+            bool(task.metrics) and evaluates_itself(task.model),
+            "return them from test_step, or leave test_step out and give the task loss= and metrics=",
+        ),
+    }
+    for name, (is_given, fix) in rows.items():
+        if is_given:
+            raise UserError(f"{name} does not go with the train_step of {type(task.model).__name__}", fix)
+    if task.validation is not None and task.loss is None and not evaluates_itself(task.model):
+        raise UserError(
+            f"{type(task.model).__name__} has a train_step of its own and the task has validation data, but nothing "
+            "says how to evaluate",
+            "write test_step(self, data), give the task loss=, or leave validation= out",
+        )

@@ -1,0 +1,94 @@
+"""Trains Keras models by their own ``train_step`` on these ranks, beside one process of Keras alone; prints JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hpctrain.comm.world import World, connect
+from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow.runtime import begin_task
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.framework import NonFiniteLoss
+from tests.support.keras_own_steps import ByHand, Halves, framework_of, gan, gan_task, global_batches, numbers, train
+from tests.support.sweep import difference
+
+STEPS = 30
+
+
+def optimizers() -> dict[str, Any]:
+    """Whose updates depend on the gradient continuously: Adam makes a step of a rounding error."""
+    return {
+        "d_optimizer": keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5),
+        "g_optimizer": keras.optimizers.SGD(0.02, momentum=0.9),
+    }
+
+
+def task() -> KerasTask:
+    """The GAN."""
+    return gan_task(**optimizers())
+
+
+def trained(world: World, kind: str) -> dict[str, Any]:
+    """Largest difference from Keras in one process, of weights and of losses, and what must be equal on all ranks."""
+    framework = framework_of(task, world, kind)
+    steps = train(framework, STEPS)
+    group = framework.group
+    everywhere = group.allgather([[step[name] for name in ("d_loss", "g_loss")] for step in steps], "report losses")
+    totals = np.array(everywhere).sum(0)
+    losses = totals[..., 0] / totals[..., 1]
+    found = [variable.numpy() for variable in framework.task.model.trainable_variables]
+    slots = [t for t in framework._variables() if t.name.startswith("optimizer/")]
+    sums = [float(np.sum(tensor.host_view(), dtype=np.float64)) for tensor in slots]
+    told = {
+        "hashes": group.allgather(framework.weights_hash(), "compare the weights"),
+        "slots": group.allgather(sums, "compare the slots"),
+        "reducer": framework.reducer_name,
+    }
+    framework.close()
+    begin_task(7)
+    plain = gan(**optimizers())
+    plain.make_train_function()
+    wanted = []
+    for batch in global_batches(framework.task, STEPS):
+        plain.reset_metrics()
+        logs = plain.train_function(iter([tuple(tf.constant(array) for array in batch.values())]))
+        wanted.append([float(logs["d_loss"]), float(logs["g_loss"])])
+    exact = [variable.numpy() for variable in plain.trainable_variables]
+    return told | {"weights": difference(found, exact), "losses": difference([losses], [np.array(wanted)])}
+
+
+def said(framework: Any, batches: Any) -> str:
+    """The refusal of a step."""
+    try:
+        framework.step(batches, 8)
+    except (UserError, NonFiniteLoss) as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """All of them."""
+    world = connect()
+    results: dict[str, Any] = {kind: trained(world, kind) for kind in ("auto", "mpi" if world.size > 1 else "none")}
+    if world.size == 2:
+        framework = framework_of(task, world, "mpi")
+        batch = {name: array[:4].copy() for name, array in framework.task.train.items()}
+        batch["picture"][0] = np.nan if world.rank == 1 else 0.5
+        results["not finite"] = framework.group.allgather(said(framework, [batch]), "say it")
+        framework = framework_of(lambda: KerasTask(ByHand(), train=numbers()), world, "mpi")
+        batch = {name: array[:4] for name, array in framework.task.train.items()}
+        results["by hand"] = framework.group.allgather(said(framework, [batch]), "say it")
+        framework = framework_of(lambda: KerasTask(Halves(world.rank == 1), train=numbers()), world, "mpi")
+        batch = {name: array[:4] for name, array in framework.task.train.items()}
+        results["other order"] = framework.group.allgather(said(framework, [batch]), "say it")
+    if world.rank == 0:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Keras models with a ``train_step`` of their own on real MPI ranks: 1, 2 and 4 train as Keras does in one process."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "keras_own_steps.py"
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def results(ranks: int) -> dict[str, Any]:
+    """On so many ranks, run once."""
+    result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(ROOT)}, timeout=240)
+    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_two_optimizers_on_ranks_train_as_keras_does_in_one_process(ranks: int) -> None:
+    """The last batch of each epoch leaves the last of 4 ranks without samples."""
+    for kind in ("auto", "mpi" if ranks > 1 else "none"):
+        found = results(ranks)[kind]
+        assert found["weights"] < 1e-6 and found["losses"] < 1e-5, (kind, found)
+        assert len(set(found["hashes"])) == 1 and all(slots == found["slots"][0] for slots in found["slots"])
+        assert found["reducer"]
+
+
+@pytest.mark.world_size(2)
+def test_what_cannot_be_exchanged_is_said_on_all_ranks() -> None:
+    found = results(2)
+    assert all("not finite on ranks [1]" in said for said in found["not finite"])
+    assert all("by what it has computed from this rank's samples" in said for said in found["by hand"])
+    assert all(
+        "train_step of rank 1 updates other weights than that of rank 0" in said for said in found["other order"]
+    )
