@@ -356,8 +356,8 @@ def test_models_and_optimizers_that_do_not_go_together(task: Callable[[], TorchT
     ("changes", "message"),
     [
         ({"step": None}, "model of the task is a dict, and the task has no step"),
-        ({"optimizer": {"generator": None}}, r"optimizer\['generator'\] of the task is a NoneType"),
-        ({"model": {}}, "model of the task is a NoneType"),
+        ({"optimizer": {"generator": None}}, r"optimizer\['generator'\] of the task is missing"),
+        ({"model": {}}, "model of the task is missing"),
         ({"loss": 3}, "loss of the task is int 3"),
     ],
 )
