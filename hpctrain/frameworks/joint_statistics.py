@@ -7,6 +7,7 @@ the order of the ranks: every rank gets the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +72,7 @@ class JointStatistics:
         """Groups by the ranks in them; made when they are first needed."""
         self.group = everyone
         self.meetings = 0
+        self.agree: Callable[[], None] | None = None
         self.problem: HpctrainError | None = None
         """What ended a pass, for callers whose framework wraps errors."""
 
@@ -85,11 +87,16 @@ class JointStatistics:
                 part = self.everyone if takes_part.all() else self.everyone.part("statistics", mine)
                 self.parts[takes_part.tobytes()] = part
 
-    def begin_micro_batch(self, index: int) -> None:
-        """The ranks that have the micro-batch of this index, this one among them, meet from now on."""
+    def begin_micro_batch(self, index: int, agree: Callable[[], None] | None = None) -> None:
+        """The ranks that have the micro-batch of this index, this one among them, meet from now on.
+
+        Args:
+            index: from 0.
+            agree: called before each meeting; raises if other ranks do something else together.
+        """
         part = self.parts[(self.counts > index).tobytes()]
         assert part is not None, "this rank has said that it has it"
-        self.group, self.meetings = part, 0
+        self.group, self.meetings, self.agree = part, 0, agree
 
     @property
     def passed_over(self) -> bool:
@@ -127,6 +134,8 @@ class JointStatistics:
         """The rows of all ranks that take part."""
         try:
             self.clock.mark(Phase.BACKWARD)  # whose end is a rank's arrival
+            if self.agree is not None:
+                self.agree()
             rows = self._gather(np.concatenate([[self.meetings, kind, len(values)], values]).astype(np.float64))
             self.clock.mark(Phase.EXCHANGE)
             self.meetings += 1

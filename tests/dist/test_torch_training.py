@@ -24,7 +24,7 @@ OWN_STEPS = ("own", "own-pairs", "own-rows")
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "judged", "noises", "overflowing", "interrupted", "rehearsed",
-    "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow",
+    "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined",
 )  # fmt: skip
 
 pytestmark = pytest.mark.world_size(4)
@@ -39,7 +39,9 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
-    more = {1: ("evaluated", "judged", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("judged", "tables")}[ranks]
+    more = {1: ("evaluated", "judged", "tables", "own-joined"), 2: (*ELSEWHERE, "tables"), 4: ("judged", "tables")}[
+        ranks
+    ]
     found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *OWN_STEPS, "joined", *more)
     return found
 
@@ -112,12 +114,19 @@ def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str
     assert len(set(found["hashes"])) == 1
 
 
+def test_batchnorm_over_all_ranks_in_own_steps_is_that_of_one_process() -> None:
+    found, wanted = results(2)["own-joined"], results(1)["own-joined"]
+    np.testing.assert_allclose(found["weights"], wanted["weights"], rtol=1e-9, atol=1e-12)
+    assert len(set(found["hashes"])) == len(set(found["pieces"])) == 1
+
+
 def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
     for said in results(2)["own-apart"]["said"]:
         assert said == [
             "the ranks' steps differ: rank 0 ends its step, and rank 1 calls ctx.update()",
             "the ranks' steps differ: rank 0 calls ctx.update(), and rank 1 calls ctx.gather",
             "the ranks' steps differ: rank 0 ends its step, and rank 1 passes gradients back through ctx.gather",
+            "the ranks' steps differ: rank 0 ends its step, and rank 1 runs a BatchNorm layer",
         ]
 
 

@@ -91,6 +91,17 @@ def gan(**changes: Any) -> TorchTask:
     return dataclasses.replace(made, **changes)
 
 
+def normalised_gan(**changes: Any) -> TorchTask:
+    """With BatchNorm in both models."""
+    models = {"generator": normalised(3, 6), "discriminator": normalised(6, 1)}
+    return gan(model=models, optimizer={name: adam(model) for name, model in models.items()}, **changes)
+
+
+def normalised(inputs: int, outputs: int) -> nn.Module:
+    """In double precision."""
+    return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
 def pair_loss(points: Tensor, views: Tensor, first: int = 0) -> Tensor:
     """InfoNCE: each point against all views; ``first`` is the number of the first point's own view."""
     scores = functional.normalize(points, dim=1) @ functional.normalize(views, dim=1).T / 0.1

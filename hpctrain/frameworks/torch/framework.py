@@ -186,11 +186,10 @@ class TorchFramework:
         clock: StepClock,
         applies: bool = True,
     ) -> StepResult:
-        if self.joint:
-            self.joint.statistics.begin_micro_batch(0)
         batch = self._to_device(host)
         clock.mark(Phase.TO_DEVICE)
-        return own.run(batch, global_samples, exchanges, clock, int(self.steps), applies=applies)
+        statistics = self.joint.statistics if self.joint else None
+        return own.run(batch, global_samples, exchanges, clock, int(self.steps), applies, statistics)
 
     def _gradients(
         self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from hpctrain.data import part_of
 from hpctrain.errors import UserError
+from hpctrain.frameworks.joint_statistics import JointStatistics
 from hpctrain.frameworks.torch.gather import gathered
 from hpctrain.frameworks.torch.step_context import Setting, StepContext
 from hpctrain.frameworks.torch.updates import Exchanges, Passes
@@ -25,7 +26,7 @@ from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import Sums
 
-END, GATHER = "ends its step", "calls ctx.gather"
+END, GATHER, NORMALISE = "ends its step", "calls ctx.gather", "runs a BatchNorm layer"
 BACK = "passes gradients back through ctx.gather"
 """What a rank does, in words."""
 
@@ -53,7 +54,7 @@ class Live:
     ) -> None:
         self.setting, self.exchanges, self.clock = setting, exchanges, clock
         self.global_samples, self.guard, self.applies = global_samples, guard, applies
-        self.labels = [END, GATHER, BACK, *(update_call(name) for name in setting.trained)]
+        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in setting.trained)]
         self.passes: dict[str, Passes] = {}
         self.losses: dict[str, list[float]] = {}
         self.norms: dict[str, float] = {}
@@ -209,6 +210,7 @@ class OwnSteps:
         clock: StepClock,
         done: int,
         applies: bool = True,
+        statistics: JointStatistics | None = None,
     ) -> OwnResult:
         """One step. Collective.
 
@@ -219,11 +221,14 @@ class OwnSteps:
             clock: told where the time goes.
             done: steps before.
             applies: whether parameters are updated.
+            statistics: where BatchNorm layers meet other ranks, if they do.
         """
         group = self.setting.group
         rows = part_of(global_samples, group.rank, group.size)
         live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
-        context = StepContext(self.setting, live, rows, global_samples, done)
+        context = StepContext(self.setting, live, rows, global_samples, done, group.size)
+        if statistics is not None:
+            statistics.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
         with self.setting.autocast():
             logged = context._finish(self.step(context, batch))
         live.agree(END)
@@ -236,7 +241,7 @@ class OwnSteps:
             UserError: the step fails; names the user's line.
         """
         samples = len(next(iter(batch.values())))
-        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done)
+        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done, ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(batch)}"
         parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
         with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):

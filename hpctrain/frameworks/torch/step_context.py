@@ -74,7 +74,7 @@ class StepContext:
     rows: slice
     """This rank's part among the samples of all ranks, as ``gather`` joins them."""
 
-    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int) -> None:
+    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
         """Made by hpctrain.
 
         Args:
@@ -83,6 +83,7 @@ class StepContext:
             rows: this rank's part of the samples.
             global_samples: of all ranks.
             step: steps done.
+            ranks: that have a part of the samples.
         """
         self.models = setting.models
         self.device = setting.device
@@ -92,6 +93,7 @@ class StepContext:
         self._setting = setting
         self._acts = acts
         self._samples = rows.stop - rows.start
+        self._parts = min(setting.accumulate, global_samples // ranks)  # layers may meet other ranks in each of them
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
         self._logged: dict[str, tuple[Number, Number]] = {}
@@ -107,19 +109,20 @@ class StepContext:
     def split(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Cuts the batch into ``train.accumulate`` micro-batches: ``for part in ctx.split(batch): ...``.
 
-        What is passed to ``backward`` and ``log`` in the loop is weighted by the samples of the part.
+        They are fewer if some rank has fewer samples, and as many on all ranks. What is passed to ``backward`` and
+        ``log`` in the loop is weighted by the samples of the part.
 
         Args:
             batch: that of the step, or another dict of tensors with as many rows.
         """
-        samples, accumulate = self._samples, self._setting.accumulate
+        samples, parts = self._samples, self._parts
         odd = [name for name, tensor in batch.items() if tensor.ndim == 0 or len(tensor) != samples]
         if odd:
             what = f"ctx.split: {odd[0]} has shape {list(batch[odd[0]].shape)} in a batch of {samples} samples"
             raise UserError(what + calling_line(), "give arrays with a row for each sample, or set train.accumulate: 1")
         try:
-            for number in range(min(accumulate, samples)):
-                rows = part_of(samples, number, accumulate)
+            for number in range(parts):
+                rows = part_of(samples, number, parts)
                 self._part, self._samples = number + 1, rows.stop - rows.start
                 yield {name: tensor[rows] for name, tensor in batch.items()}
         finally:

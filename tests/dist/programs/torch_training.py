@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import traceback
@@ -259,11 +260,24 @@ def own_steps(world: World, task: Callable[[], TorchTask] = own.gan, **settings:
     return {"weights": own.weights(framework), "losses": [step["loss"] for step in reported], "hashes": hashes}
 
 
+def joined_own_steps(world: World) -> dict[str, Any]:
+    """Two models with BatchNorm over all ranks; on several, steps cut into more parts than the last one has samples."""
+    found = own_steps(world, own.normalised_gan, sync_batchnorm=True)
+    if world.size > 1:
+        pieces = own.make_framework(world, own.normalised_gan, sync_batchnorm=True, accumulate=8)
+        own.train(pieces, 4)
+        found["pieces"] = world.data.allgather(pieces.weights_hash(), "compare the weights")
+        pieces.close()
+    return found
+
+
 def steps_apart(world: World) -> dict[str, Any]:
     """What the ranks say if the first of them leaves something out."""
 
     def leaves_out(what: str) -> TorchTask:
         def step(ctx: Any, batch: dict[str, torch.Tensor]) -> None:
+            if what == "layer" and not world.rank:
+                return
             scores = ctx.model(batch["x"])
             if what == "backward" or (what == "gather" and world.rank):
                 scores = ctx.gather(scores)
@@ -271,11 +285,15 @@ def steps_apart(world: World) -> dict[str, Any]:
                 ctx.backward(scores.mean())
                 ctx.update()
 
-        return own.one(step)
+        made = own.one(step)
+        if what != "layer":
+            return made
+        model = own.normalised(6, 6)
+        return dataclasses.replace(made, model=model, optimizer=own.adam(model))
 
     said = []
-    for what in ("update", "gather", "backward"):
-        framework = own.make_framework(world, partial(leaves_out, what), way="mpi-node")
+    for what in ("update", "gather", "backward", "layer"):
+        framework = own.make_framework(world, partial(leaves_out, what), way="mpi-node", sync_batchnorm=what == "layer")
         try:
             own.train(framework, 1)
         except UserError as error:
@@ -327,6 +345,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "joined": joined,
     "tables": tables,
     "own": own_steps,
+    "own-joined": joined_own_steps,
     "own-horovod": lambda world: own_steps(world, way="horovod-flat"),
     "own-accumulate": lambda world: own_steps(world, way="mpi-overlap", accumulate=4),
     "own-pairs": lambda world: own_steps(world, lambda: own.one(own.whole_step), way="mpi-node"),

@@ -18,6 +18,7 @@ from hpctrain.config.sections import Config, DataConfig, TrainConfig
 from hpctrain.data import Order
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
+from hpctrain.frameworks.torch.own_step import Dry, StepContext
 from hpctrain.rank.own_steps import refuse_with_own_step
 from hpctrain.rank.problem import with_its_loss
 from hpctrain.tasks.definition import TorchScheduler, TorchTask
@@ -355,8 +356,8 @@ def test_models_and_optimizers_that_do_not_go_together(task: Callable[[], TorchT
     ("changes", "message"),
     [
         ({"step": None}, "model of the task is a dict, and the task has no step"),
-        ({"optimizer": {"generator": None}}, r"optimizer\['generator'\] of the task is a NoneType"),
-        ({"model": {}}, "model of the task is a NoneType"),
+        ({"optimizer": {"generator": None}}, r"optimizer\['generator'\] of the task is missing"),
+        ({"model": {}}, "model of the task is missing"),
         ({"loss": 3}, "loss of the task is int 3"),
     ],
 )
@@ -398,3 +399,12 @@ def test_every_rank_needs_a_sample_of_every_batch() -> None:
     refuse_with_own_step(config, own.gan(), dataclasses.replace(order, drop_last=True), 4)
     with pytest.raises(UserError, match="all 4 ranks, and the last batch of an epoch has only 3 samples"):
         refuse_with_own_step(config, own.gan(), order, 4)
+
+
+def test_all_ranks_cut_their_batches_into_as_many_parts() -> None:
+    setting = own.make_framework(alone(), accumulate=4).own.setting  # type: ignore[union-attr]
+    cut = {}
+    for rows in (slice(0, 3), slice(3, 5)):
+        context = StepContext(setting, Dry(setting), rows, global_samples=5, step=0, ranks=2)
+        cut[rows.start] = [len(part["x"]) for part in context.split({"x": torch.zeros(rows.stop - rows.start, 6)})]
+    assert cut == {0: [2, 1], 3: [1, 1]}
