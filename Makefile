@@ -21,8 +21,7 @@ demo: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not quiet" --ignore tests/unit --ignore tests/bench
-	$(BIN)/python -m pytest -m quiet tests/dist
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/bench
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit

@@ -23,13 +23,6 @@ _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEN
 """Environment variables that the frameworks and pytest set when they are imported."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n 2 --dist loadgroup`` what needs Slurm, which mostly waits, runs beside everything else."""
-    if any(item.path.parent.name == "dist" for item in items):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("slurm" if "slurm" in item.path.parent.parts else "dist"))
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what this machine lacks the tools for."""
     lacks = {

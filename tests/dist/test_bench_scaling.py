@@ -40,7 +40,6 @@ def measured(network: netns.Network, hosts: int, out: Path) -> list[Sample]:
     return [Sample(Shape(hosts, 1), row["bytes"], row["seconds"], row["ring"]) for row in rows]
 
 
-@pytest.mark.quiet
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_two_hosts_foretell_the_exchange_of_three_and_four(network: netns.Network, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support import netns
 
-pytestmark = pytest.mark.quiet
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.quiet
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 ACCUSING = ("rank", "host", "pauses")
 

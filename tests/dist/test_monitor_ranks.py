@@ -14,7 +14,6 @@ import pytest
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.view import RunView
 
-pytestmark = pytest.mark.quiet
 ACCUSING = ("rank", "host", "pauses")
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 
