@@ -38,7 +38,9 @@ def trained(world: World, kind: str) -> dict[str, Any]:
     framework = framework_of(task, world, kind)
     steps = train(framework, STEPS)
     group = framework.group
-    everywhere = group.allgather([[step[name] for name in ("d_loss", "g_loss")] for step in steps], "report losses")
+    everywhere = group.allgather(
+        [[step.get(name, (0.0, 0.0)) for name in ("d_loss", "g_loss")] for step in steps], "report losses"
+    )
     totals = np.array(everywhere).sum(0)
     losses = totals[..., 0] / totals[..., 1]
     found = [variable.numpy() for variable in framework.task.model.trainable_variables]
