@@ -46,7 +46,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
-KillWait=30
+KillWait=12
 # A node that lost its power is given up after seconds.
 SlurmdTimeout=10
 # Tests ask for jobs that ended long ago.
