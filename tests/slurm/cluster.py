@@ -90,7 +90,7 @@ class Cluster:
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def run(
-        self, *command: str | Path, timeout: float = 240, check: bool = True, **options
+        self, *command: str | Path, timeout: float = 60, check: bool = True, **options
     ) -> subprocess.CompletedProcess:  # type: ignore[type-arg,no-untyped-def]
         """Runs a command as a user of this cluster would."""
         options.setdefault("env", self.environment)
@@ -243,16 +243,9 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-SLACK = 4.0
-"""A busy machine takes longer for everything; waiting longer costs nothing unless the test fails."""
-
-
 def until(condition: Callable[[], object], timeout: float, explain: Callable[[], str] = str, pause: float = 0.1):  # type: ignore[no-untyped-def]
-    """Polls a condition; returns its first true value, fails with the explanation.
-
-    That is after ``timeout`` seconds, which are ample on a quiet machine, times ``SLACK``.
-    """
-    end = time.monotonic() + SLACK * timeout
+    """Polls a condition; returns its first true value, fails with the explanation after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
     while True:
         value = condition()
         if value:

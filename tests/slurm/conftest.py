@@ -33,8 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slurm)
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

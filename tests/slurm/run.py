@@ -49,7 +49,7 @@ class Run:
         """The run folder's reader."""
         return RunDir(self.folder)
 
-    def hpctrain(self, *words: object, check: bool = True, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def hpctrain(self, *words: object, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Runs one of our commands on the login node."""
         return self.cluster.run("hpctrain", *map(str, words), check=check, timeout=timeout, cwd=self.file.parent)
 
