@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -50,14 +49,21 @@ class Order:
     streams: Sequence[int]
 
 
-@functools.cache
-def preloaded(framework: str, environment: tuple[tuple[str, str], ...]) -> Path:
+_PRELOADED: dict[str, Path] = {}
+"""The socket of each such process, by framework: one each for all tests, whose variables differ by the test's name."""
+
+
+def preloaded(framework: str, environment: Mapping[str, str]) -> Path:
     """The socket of a process that has imported a framework; it is started once, and ends with this one."""
+    if framework not in _PRELOADED:
+        _PRELOADED[framework] = _started(framework, environment)
+    return _PRELOADED[framework]
+
+
+def _started(framework: str, environment: Mapping[str, str]) -> Path:
     path = Path(tempfile.mkdtemp(prefix="ranks-")) / "socket"
     words = [sys.executable, "-m", "tests.support.warm_ranks", str(path), framework]
-    parent = subprocess.Popen(
-        words, env=dict(environment), cwd=path.parent, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    parent = subprocess.Popen(words, env=environment, cwd=path.parent, stdin=subprocess.DEVNULL, start_new_session=True)
     atexit.register(end, parent, path.parent)
     deadline = time.monotonic() + START_S
     while not path.exists():
@@ -67,7 +73,7 @@ def preloaded(framework: str, environment: tuple[tuple[str, str], ...]) -> Path:
 
 
 def end(parent: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ends a process of `preloaded`."""
+    """Ends such a process."""
     parent.kill()
     parent.wait()
     shutil.rmtree(folder)
@@ -75,13 +81,13 @@ def end(parent: subprocess.Popen[bytes], folder: Path) -> None:
 
 def command(framework: str, environment: Mapping[str, str]) -> list[str]:
     """What mpirun starts in place of Python, before the program and its arguments."""
-    path = preloaded(framework, tuple(sorted(environment.items())))
+    path = preloaded(framework, environment)
     return [sys.executable, "-I", "-S", str(STAND_IN), str(path)]
 
 
 def variables(framework: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables with which `hpctrain run` has such ranks, whatever its own way of starting them."""
-    path = preloaded(framework, tuple(sorted(environment.items())))
+    path = preloaded(framework, environment)
     search = f"{STAND_IN.parent}{os.pathsep}{environment['PYTHONPATH']}"
     return {"WARM_RANKS": str(path), "PYTHONPATH": search}
 
