@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from hpctrain.train.framework import StepResult
     from hpctrain.train.hooks import BaseHook, Hook, RateHook, StopReason
     from hpctrain.train.loop import RunSummary, Trainer
-    from hpctrain.train.state import TrainState
+    from hpctrain.train.saved_arrays import SavedArrays
+    from hpctrain.train.state import Cut, TrainState
     from hpctrain.train.training import Training
 
 _HOMES = {
@@ -64,6 +65,7 @@ _HOMES = {
     "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
     "CurriculumSampler": "hpctrain.data.samplers:CurriculumSampler",
+    "Cut": "hpctrain.train.state:Cut",
     "Dataset": "hpctrain.data.dataset:Dataset",
     "Epoch": "hpctrain.data.order:Epoch",
     "Event": "hpctrain.run.events:Event",
@@ -87,6 +89,7 @@ _HOMES = {
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
     "RunView": "hpctrain.run.view:RunView",
+    "SavedArrays": "hpctrain.train.saved_arrays:SavedArrays",
     "Saver": "hpctrain.checkpoint:Saver",
     "Sink": "hpctrain.track.sink:Sink",
     "StepResult": "hpctrain.train.framework:StepResult",
@@ -123,6 +126,7 @@ __all__ = [
     "CheckpointStore",
     "Config",
     "CurriculumSampler",
+    "Cut",
     "Dataset",
     "Epoch",
     "Event",
@@ -146,6 +150,7 @@ __all__ = [
     "RunFailed",
     "RunSummary",
     "RunView",
+    "SavedArrays",
     "Saver",
     "Sink",
     "StepResult",

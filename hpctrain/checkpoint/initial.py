@@ -16,6 +16,7 @@ from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
 from hpctrain.checkpoint.format.files import is_absent
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import locate
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
@@ -84,9 +85,8 @@ def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Model arrays and their logical types, by name without ``model/``. Every rank reads them by itself."""
     if os.path.isdir(source):
         store, step = locate(source)
-        loaded = store.load(step)
-        model = {name for name in loaded.arrays if name.startswith(MODEL)}
-        arrays, dtypes = {name: loaded.arrays[name] for name in model}, loaded.dtypes
+        loaded = store.load_into(model_arrays, step)
+        arrays, dtypes = dict(loaded.arrays), loaded.dtypes
     elif is_absent(source):
         raise UserError(f"{source} does not exist", "check checkpoint.init_from")
     else:
@@ -94,6 +94,11 @@ def weights_of(source: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         arrays, dtypes = patiently(lambda: safetensors.read(path))
     plain = {name: name.removeprefix(MODEL) for name in arrays}
     return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}
+
+
+def model_arrays(loaded: Loaded) -> dict[str, NDArray[Any]]:
+    """The model's part of a checkpoint, without its optimizer's."""
+    return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith(MODEL)}
 
 
 def current(tensor: StateTensor) -> NDArray[Any]:

@@ -1,21 +1,34 @@
-"""Reading a checkpoint by one process or by many: verify first, agree, then share."""
+"""Reading a checkpoint by one process or by many: verify, agree, and take what each needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, MANIFEST_FILE, DamagedCheckpoint, Manifest, Shard
-from hpctrain.checkpoint.format.shard import read_shard, view_of
-from hpctrain.checkpoint.patience import read_among
+from hpctrain.checkpoint.format.layout import (
+    ITEM_TYPES,
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    Manifest,
+    Shard,
+    StoredPiece,
+    UnreadableCheckpoint,
+)
+from hpctrain.checkpoint.format.shard import view_of
+from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
+from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
 from hpctrain.run import step_folder
+from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
 
 RANDOM = "rng/"
 """Prefix of random states, which mean nothing to another number of ranks."""
@@ -31,7 +44,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's contents, verified."""
+    """A checkpoint's contents, verified before they are used."""
 
     step: int
     """Of the checkpoint."""
@@ -41,7 +54,7 @@ class Loaded:
     """Ranks of the run that saved it."""
     meta: dict[str, Any]
     """What was saved as ``meta``."""
-    arrays: dict[str, NDArray[Any]]
+    arrays: SavedArrays
     """By name; bfloat16 as uint16. If the number of ranks differs from the saved one: without random states of
     ranks, and with the mean of what other floating-point state the ranks had of their own."""
     dtypes: dict[str, str]
@@ -50,10 +63,25 @@ class Loaded:
     """Newer checkpoints that were found damaged, newest first."""
 
 
-def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
-    """The first sound checkpoint among these steps. Collective.
+Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
+"""Takes what it needs of a checkpoint whose arrays are read when they are asked for, and returns what is to be kept."""
 
-    Each rank reads and verifies every group.size-th shard; a checkpoint is sound when all ranks found their shards so.
+
+def keep_all(loaded: Loaded) -> dict[str, NDArray[Any]]:
+    """All of it, in memory."""
+    return {name: loaded.arrays[name] for name in loaded.arrays}
+
+
+def load_newest(path: Path, steps: Sequence[int], group: Group, use: Use | None = None) -> Loaded:
+    """Loads the first sound checkpoint among these steps. Collective.
+
+    Args:
+        path: folder of the checkpoints.
+        steps: candidates, in order.
+        group: ranks that load together. Each verifies every group.size-th shard, and reads by itself what it needs;
+            if it cannot, the others send it.
+        use: takes what it needs; called when every byte of the checkpoint was verified, on all ranks (once more if a
+            rank could not read something). By default arrays are kept in memory, each verified as it is read.
 
     Raises:
         DamagedCheckpoint: none is sound.
@@ -64,20 +92,38 @@ def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
         folder = path / step_folder.name_of(step)
         try:
             manifest = read_manifest(folder, step, group)
-            images, holders = read_shards(folder, manifest.shards, group)
+            own = own_arrays(folder, manifest, group, check_rest if use is None else check_shard)
+            return read_by_each(folder, manifest, group, own, use, tuple(rejected))
         except DamagedCheckpoint as error:
             rejected.append(Rejected(step, error.what))
-            continue
-        arrays = share(manifest, images, holders, group)
-        dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
-        return Loaded(step, folder, manifest.ranks, manifest.meta, arrays, dtypes, tuple(rejected))
     reasons = "; ".join(found.reason for found in rejected)
     fix = "restore the folder from a backup, or begin again with --fresh"
     raise DamagedCheckpoint(f"{path} has no sound checkpoint: {reasons}", fix)
 
 
-Images = dict[int, NDArray[np.uint8]]
-"""Shards in memory, by index."""
+@contextmanager
+def opened(path: Path, step: int) -> Iterator[Loaded]:
+    """One process's view of a checkpoint: each array is read, patiently, and verified when it is asked for.
+
+    Raises:
+        DamagedCheckpoint, UnreadableCheckpoint, UserError: as ``read_among`` does; also when arrays are read.
+    """
+    folder, alone = path / step_folder.name_of(step), Group("alone")
+    manifest = read_manifest(folder, step, alone)
+    own = own_arrays(folder, manifest, alone, lambda folder, shard: None)
+    with closing(Contents(folder, manifest, own_rank(manifest, alone), own, patiently)) as contents:
+        yield loaded_of(folder, manifest, contents, ())
+
+
+def loaded_of(folder: Path, manifest: Manifest, arrays: SavedArrays, rejected: tuple[Rejected, ...]) -> Loaded:
+    """A checkpoint with these arrays."""
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
+    return Loaded(manifest.step, folder, manifest.ranks, manifest.meta, arrays, dtypes, rejected)
+
+
+def own_rank(manifest: Manifest, group: Group) -> int | None:
+    """The rank whose own values this rank takes; None if there were more or fewer ranks."""
+    return group.rank if manifest.ranks == group.size else None
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
@@ -91,28 +137,107 @@ def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
     return manifest or manifest_file.parse_of_step(received.tobytes(), folder / MANIFEST_FILE, step)
 
 
-def read_shards(folder: Path, shards: Sequence[Shard], group: Group) -> tuple[Images, list[int]]:
-    """This rank's part of the shards, and which rank holds each. Collective. Raises as ``read_among`` does."""
-    return read_among(group, len(shards), lambda index: read_shard(folder, shards[index]), f"verify {folder.name}")
+Check = Callable[[Path, Shard], None]
+"""Looks at a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
 
 
-def share(manifest: Manifest, images: Images, holders: Sequence[int], group: Group) -> dict[str, NDArray[Any]]:
-    """Arrays by name for this rank, from the shards that the ranks hold between them. Collective.
+def own_arrays(folder: Path, manifest: Manifest, group: Group, check: Check) -> dict[str, NDArray[Any]]:
+    """Checks each shard on one of the ranks, and makes one value of what the saved ranks had of their own. Collective.
 
-    Args:
-        images: this rank's shards.
-        holders: for each shard the rank that holds it.
+    With as many ranks as saved it, each takes its own, and none is made. Raises as ``read_among`` does.
     """
+    kept = [own_pieces(shard) if manifest.ranks != group.size else [] for shard in manifest.shards]
+
+    def look(index: int) -> NDArray[np.uint8]:
+        check(folder, manifest.shards[index])
+        with closing(ShardFiles(folder)) as files:
+            values = [files.read_whole(manifest.shards[index], stored) for stored in kept[index]]
+        return np.concatenate([np.empty(0, np.uint8), *(value.reshape(-1).view(np.uint8) for value in values)])
+
+    held, holders = read_among(group, len(manifest.shards), look, f"verify {folder.name}")
+    of_ranks: dict[str, dict[int, NDArray[Any]]] = {}
+    for index, pieces in enumerate(kept):
+        if pieces:
+            size = sum(stored.piece.num_bytes for stored in pieces)
+            image = held[index] if index in held else np.empty(size, np.uint8)
+            group.broadcast_array(image, f"send ranks' own state of {manifest.shards[index].file}", holders[index])
+            take_own(pieces, image, of_ranks)
+    return merged_of(of_ranks, group.rank)
+
+
+def own_pieces(shard: Shard) -> list[StoredPiece]:
+    """What single ranks had of their own, without their random states."""
+    return [
+        stored
+        for stored in shard.pieces
+        if stored.piece.tensor.rank is not None and not stored.piece.tensor.name.startswith(RANDOM)
+    ]
+
+
+def take_own(
+    pieces: Sequence[StoredPiece], image: NDArray[np.uint8], of_ranks: dict[str, dict[int, NDArray[Any]]]
+) -> None:
+    """Adds ranks' own values, which lie in a row, by name and rank."""
+    position = 0
+    for stored in pieces:
+        tensor = stored.piece.tensor
+        assert tensor.rank is not None, "only ranks' own pieces are given"
+        of_ranks.setdefault(tensor.name, {})[tensor.rank] = view_of(image, stored.piece, position)
+        position += stored.piece.num_bytes
+
+
+def merged_of(of_ranks: Mapping[str, Mapping[int, NDArray[Any]]], rank: int) -> dict[str, NDArray[Any]]:
+    """One value by name, from those of all ranks."""
+    return {name: merged([values[each] for each in sorted(values)], rank) for name, values in of_ranks.items()}
+
+
+def read_by_each(
+    folder: Path,
+    manifest: Manifest,
+    group: Group,
+    own: Mapping[str, NDArray[Any]],
+    use: Use | None,
+    rejected: tuple[Rejected, ...],
+) -> Loaded:
+    """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
+    mine: DamagedCheckpoint | UserError | UnreadableCheckpoint | None = None
+    kept: Mapping[str, NDArray[Any]] = {}
+    with closing(Contents(folder, manifest, own_rank(manifest, group), own)) as contents:
+        view = loaded_of(folder, manifest, contents, rejected)
+        try:
+            kept = (use or keep_all)(view)
+        except (*FINAL, UnreadableCheckpoint) as error:
+            mine = error
+    problem = (type(mine).__name__, mine.what, mine.fix) if mine else None
+    told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
+    if not told:
+        return replace(view, arrays=HeldArrays(kept))
+    if damage := next((what for name, what, _ in told if name == DamagedCheckpoint.__name__), None):
+        if use is None:
+            raise DamagedCheckpoint(damage)
+        raise UnreadableCheckpoint(f"{damage}, though all of it was sound a moment ago")  # a part is in use already
+    if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
+        raise mine if isinstance(mine, UserError) else UserError(*final)
+    view = replace(view, arrays=HeldArrays(shared_arrays(folder, manifest, group)))
+    return replace(view, arrays=HeldArrays(use(view))) if use else view
+
+
+def shared_arrays(folder: Path, manifest: Manifest, group: Group) -> dict[str, NDArray[Any]]:
+    """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
+
+    Raises as ``read_among`` does.
+    """
+    what = f"verify {folder.name}"
+    images, holders = read_among(
+        group, len(manifest.shards), lambda index: read_shard(folder, manifest.shards[index]), what
+    )
     arrays: dict[str, NDArray[Any]] = {}
     of_ranks: dict[str, dict[int, NDArray[Any]]] = {}
     for index, shard in enumerate(manifest.shards):
         image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
         group.broadcast_array(image, f"send {shard.file}", root=holders[index])
-        take(shard, image, arrays, of_ranks, group.rank if manifest.ranks == group.size else None)
-    for name, values in of_ranks.items():
-        if not name.startswith(RANDOM):
-            arrays[name] = merged([values[rank] for rank in sorted(values)], group.rank)
-    return arrays
+        take(shard, image, arrays, of_ranks, own_rank(manifest, group))
+    return arrays | merged_of(of_ranks, group.rank)
 
 
 def take(
@@ -126,13 +251,13 @@ def take(
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor
         view = view_of(image, piece, stored.offset)
-        if tensor.rank is None and not piece.whole:
+        if tensor.rank is None and piece.shape != tensor.shape:
             if tensor.name not in arrays:
                 arrays[tensor.name] = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
-            arrays[tensor.name][piece.first_row : piece.first_row + piece.rows] = view
+            arrays[tensor.name][piece.box.slices] = view
         elif tensor.rank is None or tensor.rank == rank:
             arrays[tensor.name] = view
-        elif rank is None:
+        elif rank is None and not tensor.name.startswith(RANDOM):
             of_ranks.setdefault(tensor.name, {})[tensor.rank] = view.copy()
 
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from numpy.typing import NDArray
+
 from hpctrain.checkpoint.format.files import REFUSED, judged
+from hpctrain.checkpoint.hook_state import PREFIX
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import refuse_changes
@@ -38,19 +41,29 @@ def resume(
     steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
     if not steps:
         return None
-    loaded = store.load()
+
+    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
+        if "identity" not in loaded.meta or "state" not in loaded.meta:
+            fix = "choose another run_dir, or begin with --fresh"
+            raise UserError(f"{loaded.path} is not from a training run", fix)
+        refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
+        return load_framework(framework, loaded)
+
+    loaded = store.load_into(take)
     if store.group.rank == 0:
         for rejected in loaded.rejected:
             with suppress(OSError):  # it is passed over again at the next resume
                 store.put_aside(rejected.step, "damaged")
-    if "identity" not in loaded.meta or "state" not in loaded.meta:
-        raise UserError(f"{loaded.path} is not from a training run", "choose another run_dir, or begin with --fresh")
-    refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
-    framework.load(loaded.arrays)
     if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     return loaded
+
+
+def load_framework(framework: Framework, loaded: Loaded) -> dict[str, NDArray[Any]]:
+    """Gives a framework its arrays, one at a time in memory; those that are others' are returned."""
+    framework.load(loaded.arrays)
+    return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith(PREFIX)}
 
 
 def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
@@ -78,6 +91,4 @@ def load_weights(framework: Framework, store: CheckpointStore, step: int | None 
         UserError: there is none, or it is of another model.
         DamagedCheckpoint: it is damaged.
     """
-    loaded = store.load(step)
-    framework.load(loaded.arrays)
-    return loaded
+    return store.load_into(lambda loaded: load_framework(framework, loaded), step)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.train.state import Placement
+from hpctrain.train.saved_arrays import as_saved
+from hpctrain.train.state import Cut, Placement
 
 HELD = ("held/", "rng/held/")
 """Begin the names of what a task keeps outside its model and its optimizer's slots."""
@@ -31,30 +32,38 @@ class Assignable(Protocol):
     def placement(self) -> Placement:
         """See StateTensor."""
 
+    @property
+    def cut(self) -> Cut | None:
+        """See StateTensor."""
+
     def assign(self, value: NDArray[Any]) -> None:
         """Takes over a host array as ``copy_into`` gives it."""
 
 
 def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none if a replicated one is missing or one has another shape."""
-    wanted = list(tensors)
+    """Assigns all values by name, or none if a replicated one is missing or one has another shape.
+
+    Of a tensor that is cut, the part that is here. One value at a time is held beside the tensors.
+    """
+    wanted, source = list(tensors), as_saved(arrays)
     for tensor in wanted:
-        if tensor.name not in arrays:
+        if tensor.name not in source:
             if tensor.placement is Placement.RANK:
                 continue
             raise UserError(
                 f"{tensor.name} is missing from what is to be loaded",
                 "load it into the model and optimizer that it was saved from",
             )
-        shape = arrays[tensor.name].shape
-        if shape != tensor.shape:
+        shape, own = source.shape_of(tensor.name), tensor.cut.shape if tensor.cut else tensor.shape
+        if shape != own:
             raise UserError(
-                f"{tensor.name} has shape {list(tensor.shape)} here and {list(shape)} in what is to be loaded",
+                f"{tensor.name} has shape {list(own)} here and {list(shape)} in what is to be loaded",
                 "load it into the model that it was saved from",
             )
     for tensor in wanted:
-        if tensor.name in arrays:
-            tensor.assign(arrays[tensor.name])
+        if tensor.name in source:
+            cut = tensor.cut
+            tensor.assign(source.part(tensor.name, cut.begin, tensor.shape) if cut else source[tensor.name])
 
 
 def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import digest as digest_of
-from hpctrain.train.state import Placement
+from hpctrain.train.state import Cut, Placement
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class VariableTensor:
     variable: tf.Variable
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -133,12 +133,12 @@ class OptimizerState:
 
         State is put into the mappings that are there, since parts may share them.
         """
-        found: dict[str, dict[str, NDArray[Any]]] = {}
-        for key, value in arrays.items():
+        found: dict[str, dict[str, str]] = {}
+        for key in arrays:
             kind, _, rest = key.partition("/")
             slot, _, parameter_name = rest.partition("/")
             if kind == "optimizer":
-                found.setdefault(parameter_name, {})[slot] = value
+                found.setdefault(parameter_name, {})[slot] = key
         states: list[Any] = []
         for part in self.parts:
             state = part.optimizer.state
@@ -146,16 +146,17 @@ class OptimizerState:
                 states.append(state)
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
-                        slots = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
-                        put_slots(state, group, parameter, slots)
+                        names = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
+                        put_slots(state, group, parameter, {slot: arrays[name] for slot, name in names.items()})
         for name, index, group in groups_of(self.parts):
-            for full, array in arrays.items():
+            for full in arrays:
                 kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
                 if kind == f"{NUMBER}/{index}":
-                    group[key] = type(group[key])(array) if key in group else array.item()
+                    number = arrays[full]
+                    group[key] = type(group[key])(number) if key in group else number.item()
                 elif kind == f"/{index}":
                     device = group[key].device if key in group else group["params"][0].device
-                    group[key] = tensor_of(array).to(device)
+                    group[key] = tensor_of(arrays[full]).to(device)
 
     def to_device(self) -> None:
         """Moves state that is there from the start (Adagrad's) to where its parameters are."""
@@ -189,13 +190,13 @@ def refuse_strangers(optimizer: Optimizer) -> None:
             )
 
 
-def of_part(slots: Mapping[str, NDArray[Any]], part: Part, parts: Sequence[Part]) -> dict[str, NDArray[Any]]:
-    """Those slots of a parameter that are one part's, by their own names."""
+def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict[str, str]:
+    """Those slots of a parameter that are one part's, by their own names, and the name of each in what was saved."""
     others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
-    mine = {name: array for name, array in slots.items() if name.startswith(part.prefix)}
+    mine = {name: key for name, key in slots.items() if name.startswith(part.prefix)}
     return {
-        name.removeprefix(part.prefix): array
-        for name, array in mine.items()
+        name.removeprefix(part.prefix): key
+        for name, key in mine.items()
         if not any(name.startswith(prefix) for prefix in others)
     }
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.named_state import digest as digest_of
-from hpctrain.train.state import ArrayTensor, Placement
+from hpctrain.train.state import ArrayTensor, Cut, Placement
 
 NUMBER = ".number"
 """Ends the slot names of optimizer state that is a Python number."""
@@ -28,6 +28,7 @@ class TorchTensor:
     tensor: Tensor
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
