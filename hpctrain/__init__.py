@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from hpctrain.train.loop import RunSummary, Trainer
     from hpctrain.train.metrics import Metric
     from hpctrain.train.ranking import AUC, PrecisionRecallCurve, RocCurve
-    from hpctrain.train.state import TrainState
+    from hpctrain.train.saved_arrays import SavedArrays
+    from hpctrain.train.state import Cut, TrainState
     from hpctrain.train.stateful import PerRank
     from hpctrain.train.training import Training
 
@@ -75,6 +76,7 @@ _HOMES = {
     "ConfusionMatrix": "hpctrain.train.confusion:ConfusionMatrix",
     "CurriculumSampler": "hpctrain.data.samplers:CurriculumSampler",
     "Curve": "hpctrain.run.figures:Curve",
+    "Cut": "hpctrain.train.state:Cut",
     "Dataset": "hpctrain.data.dataset:Dataset",
     "Epoch": "hpctrain.data.order:Epoch",
     "Event": "hpctrain.run.events:Event",
@@ -105,6 +107,7 @@ _HOMES = {
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
     "RunView": "hpctrain.run.view:RunView",
+    "SavedArrays": "hpctrain.train.saved_arrays:SavedArrays",
     "Saver": "hpctrain.checkpoint:Saver",
     "Selected": "hpctrain.tasks.meters:Selected",
     "Sink": "hpctrain.track.sink:Sink",
@@ -148,6 +151,7 @@ __all__ = [
     "ConfusionMatrix",
     "CurriculumSampler",
     "Curve",
+    "Cut",
     "Dataset",
     "Epoch",
     "Event",
@@ -177,6 +181,7 @@ __all__ = [
     "RunFailed",
     "RunSummary",
     "RunView",
+    "SavedArrays",
     "Saver",
     "Selected",
     "Sink",

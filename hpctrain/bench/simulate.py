@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.bench.options import existing_folder
-from hpctrain.checkpoint.folder import CheckpointFolder, leave_record
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec, shard_file
-from hpctrain.checkpoint.format.manifest import piece_text, shard_text
+from hpctrain.checkpoint.folder import CheckpointFolder
+from hpctrain.checkpoint.format.layout import TensorSpec, rows_of, shard_file
+from hpctrain.checkpoint.format.shard_index import framed, piece_text, shard_text
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.data import Order
 from hpctrain.errors import ExitCode
@@ -210,15 +210,15 @@ def block_order(ranks: int, folder: Path) -> Action:
 
 
 def commit(ranks: int, folder: Path) -> Action:
-    """Rank 0's part when all shards are written: their entries become the manifest."""
+    """Rank 0's part when all shards are written: their indexes become the manifest."""
     checkpoints = CheckpointFolder(folder)
     partial = checkpoints.partial(1, "bench")
     checkpoints.prepare_folder(partial)
     spec = TensorSpec("model/weight", (ranks, 64), "float32")
     for rank in range(ranks):
         name = shard_file(rank, ranks)
-        (partial / name).touch()
-        leave_record(partial, name, shard_text(name, 256, 0, [piece_text(Piece(spec, rank, 1), 0)], [0]))
+        text = shard_text(name, 256, 0, 1 << 20, [piece_text(rows_of(spec, rank, 1), 0)], ["00000000"])
+        (partial / name).write_bytes(bytes(256) + framed(text, 256))
     return lambda: checkpoints.commit(partial, 1, ranks, {})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.files import listed, make_durable_folder, write_durably
-from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Manifest, shard_file
+from hpctrain.checkpoint.format import shard_index
+from hpctrain.checkpoint.format.files import listed, make_durable_folder, open_regular, write_durably
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest, shard_file
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.run import step_folder
 from hpctrain.run.step_folder import PARTIAL
@@ -66,17 +66,22 @@ class CheckpointFolder:
         make_durable_folder(self.path)
         partial.mkdir(exist_ok=True)
 
-    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any]) -> int:
+    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any], looks_through: bool = False) -> int:
         """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
+
+        Raises DamagedCheckpoint if shards are not whole; or, if it ``looks_through`` them, do not make up all tensors.
 
         Order: manifest, names in the folder, fence, rename, name of the folder; each durable before the next.
         """
         texts, total = [], 0
         for rank in range(ranks):
-            text, num_bytes = take_record(partial, shard_file(rank, ranks))
+            text, num_bytes = index_of(partial / shard_file(rank, ranks))
             texts.append(text)
             total += num_bytes
-        write_durably(partial / MANIFEST_FILE, manifest_file.encode(step, ranks, meta, texts))
+        data = manifest_file.encode(step, ranks, meta, texts)
+        if looks_through:
+            manifest_file.parse(data, str(partial / MANIFEST_FILE))
+        write_durably(partial / MANIFEST_FILE, data)
         sync_folder(partial)
         self.fence()
         target = self.folder(step)
@@ -143,17 +148,10 @@ class CheckpointFolder:
         shutil.rmtree(trash, ignore_errors=True)  # what a file server still holds is swept at the next start
 
 
-def leave_record(partial: Path, file: str, text: bytes) -> None:
-    """Leaves a shard's entry of the manifest beside it, for the committing rank."""
-    (partial / f"{file}.entry").write_bytes(hashlib.sha256(text).hexdigest().encode() + text)
-
-
-def take_record(partial: Path, file: str) -> tuple[bytes, int]:
-    """A shard's entry, which is removed, and the shard's size. Raises DamagedCheckpoint if it is not whole."""
-    path = partial / f"{file}.entry"
-    record = path.read_bytes()
-    digest, text = record[:64], record[64:]
-    if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise DamagedCheckpoint(f"{path} is not what its rank wrote", "look for I/O errors on the ranks' nodes")
-    path.unlink()
-    return text, os.lstat(partial / file).st_size
+def index_of(path: Path) -> tuple[bytes, int]:
+    """A shard's index, and the shard's size. Raises DamagedCheckpoint if it is not whole."""
+    descriptor = open_regular(path)
+    try:
+        return shard_index.read_text(descriptor, path), os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)

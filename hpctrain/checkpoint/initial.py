@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +20,15 @@ from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.format.strict_json import parse_json
 from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
 from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import locate
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
+from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays
 from hpctrain.train.state import StateTensor
+from hpctrain.train.stateful import value_of
+
+T = TypeVar("T")
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 KERAS_FILE = ".weights.h5"
@@ -29,9 +36,6 @@ INDEX = "model.safetensors.index.json"
 """Of a Hugging Face model in several files."""
 OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
 """Files of Hugging Face models and of PEFT adapters in one piece."""
-
-Weights = tuple[dict[str, NDArray[Any]], dict[str, str]]
-"""Arrays (bfloat16 as uint16) and logical types, by name."""
 
 
 def load_initial(source: Source, framework: Framework) -> Match:
@@ -54,38 +58,69 @@ def load_initial(source: Source, framework: Framework) -> Match:
         from hpctrain.checkpoint.tensorflow_initial import load_keras_file
 
         return load_keras_file(source, framework)
-    arrays, dtypes = weights_of(source.path)
-    arrays, dtypes = renamed(arrays, source.rename, source.path), renamed(dtypes, source.rename, source.path)
+    return with_weights(source.path, lambda weights: load_weights(source, weights, framework))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a source, read when they are asked for."""
+
+    arrays: SavedArrays
+    """bfloat16 as uint16."""
+    dtypes: Mapping[str, str]
+    """Logical types."""
+
+
+def load_weights(source: Source, weights: Weights, framework: Framework) -> Match:
+    """Gives the model what fits."""
+    old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
     state = framework.state()
-    wanted = {it.name.removeprefix(MODEL): it.shape for it in state if it.name.startswith(MODEL)}
-    match = require_meant(source, wanted, {name: array.shape for name, array in arrays.items()})
+    present = PresentState(state)
+    wanted = {name.removeprefix(MODEL): present.shape_of(name) for name in present if name.startswith(MODEL)}
+    shapes = {name: weights.arrays.shape_of(old) for name, old in old_names.items()}
+    match = require_meant(source, wanted, shapes)
     taken = frozenset(match.taken)
-    values = {it.name: current(it) for it in state}
-    for it in state:
-        prefix = next((prefix for prefix in (MODEL, AVERAGE) if it.name.startswith(prefix)), None)
-        name = it.name.removeprefix(prefix or "")
-        if prefix and name in taken:
-            values[it.name] = converted(arrays[name], dtypes[name], it.dtype)
+    places: dict[str, Place] = {name: (present, name) for name in present}
+    for name in present:
+        prefix = next((prefix for prefix in (MODEL, AVERAGE) if name.startswith(prefix)), None)
+        if prefix and name.removeprefix(prefix) in taken:
+            places[name] = weights.arrays, old_names[name.removeprefix(prefix)]
+    dtypes = {it.name: it.dtype for it in state}
+
+    def fitting(name: str, array: NDArray[Any]) -> NDArray[Any]:
+        where, old = places[name]
+        return array if where is present else converted(array, weights.dtypes[old], dtypes[name])
+
     framework.synchronize()
-    framework.load(values)
+    framework.load(DerivedArrays(places, fitting))
     return match
 
 
-def weights_of(source: str) -> Weights:
-    """Model arrays and their logical types, by name without ``model/``. Every rank reads them by itself."""
-    files = files_of(Path(source)) if os.path.isdir(source) else [Path(source)]
-    if not files:
-        store, step = locate(source)
-        loaded = store.load(step)
-        model = {name for name in loaded.arrays if name.startswith(MODEL)}
-        arrays, dtypes = {name: loaded.arrays[name] for name in model}, loaded.dtypes
-    else:
-        arrays, dtypes = {}, {}
-        for file in files:
-            more, their_dtypes = weights_of_file(file)
-            arrays, dtypes = arrays | more, dtypes | their_dtypes
-    plain = {name: name.removeprefix(MODEL) for name in arrays}
-    return {plain[name]: array for name, array in arrays.items()}, {plain[name]: dtypes[name] for name in arrays}
+def with_weights(path: str, use: Callable[[Weights], T]) -> T:
+    """What ``use`` makes of a source's weights, by name without ``model/``. Every rank reads them by itself."""
+    files = files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
+    if files:
+        return use(joined(map(weights_of_file, files)))
+    found: list[T] = []
+
+    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
+        found.append(use(joined([Weights(loaded.arrays, loaded.dtypes)], MODEL)))
+        return {}
+
+    store, step = locate(path)
+    store.load_into(take, step)
+    return found[-1]
+
+
+def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
+    """Weights whose names begin so, by name without ``model/``."""
+    places: dict[str, Place] = {}
+    dtypes: dict[str, str] = {}
+    for part in parts:
+        names = {name.removeprefix(MODEL): name for name in part.arrays if name.startswith(prefix)}
+        places |= {plain: (part.arrays, name) for plain, name in names.items()}
+        dtypes |= {plain: part.dtypes[name] for plain, name in names.items()}
+    return Weights(DerivedArrays(places), dtypes)
 
 
 def weights_of_file(path: Path) -> Weights:
@@ -100,8 +135,9 @@ def weights_of_file(path: Path) -> Weights:
             raise UserError(
                 f"{path} is read with PyTorch, which is not installed", "save the weights as .safetensors"
             ) from None
-        return patiently(lambda: read_torch_file(real))
-    return patiently(lambda: safetensors.read(real))
+        arrays, dtypes = patiently(lambda: read_torch_file(real))
+        return Weights(HeldArrays(arrays), dtypes)
+    return Weights(*patiently(lambda: safetensors.read(real)))
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -116,8 +152,32 @@ def files_of(folder: Path) -> list[Path]:
     return next(([folder / name] for name in OF_FOLDERS if (folder / name).is_file()), [])
 
 
-def current(tensor: StateTensor) -> NDArray[Any]:
-    """A state tensor's value."""
-    value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
-    tensor.copy_into(value)
-    return value
+class PresentState(SavedArrays):
+    """State as it is here; of a tensor that is cut, only the part that is here can be asked for."""
+
+    def __init__(self, state: Iterable[StateTensor]) -> None:
+        self.state = {tensor.name: tensor for tensor in state}
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return value_of(self.state[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.state
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        tensor = self.state[name]
+        return tensor.cut.shape if tensor.cut else tuple(tensor.shape)
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        return ITEM_TYPES[self.state[name].dtype]
+
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+        cut = self.state[name].cut
+        first = tuple(map(int.__sub__, begin, cut.begin)) if cut else begin
+        return HeldArrays({name: self[name]}).part(name, first, shape)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.train.tree import FLOATS, INTEGERS, STRUCTURE, put_together
 
-Arrays = dict[str, tuple[NDArray[Any], str]]
-"""Arrays and logical types by name."""
+Reads = dict[str, tuple[Callable[[], NDArray[Any]], str]]
+"""What reads an array, and its logical type, by name."""
 NUMBERS = (STRUCTURE, INTEGERS, FLOATS)
 """Tensors in which the state of an object is, besides its arrays."""
 MOST_TEXT = 200
@@ -79,19 +80,20 @@ def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
     """Of all tensors below a prefix, by name: below model/dense1 are model/dense1/kernel and model/dense1.weight."""
     prefix = prefix.rstrip("/")
     below = (f"{prefix}/", f"{prefix}.")
-    arrays, texts = everything(loaded), object_texts(loaded)
-    names = sorted(name for name in arrays if not prefix or name == prefix or name.startswith(below))
-    return [replace(summarize(name, *arrays[name]), text=texts.get(name)) for name in names]
+    reads, texts = everything(loaded), object_texts(loaded)
+    names = sorted(name for name in reads if not prefix or name == prefix or name.startswith(below))
+    found = ((name, *reads[name]) for name in names)
+    return [replace(summarize(name, read(), dtype), text=texts.get(name)) for name, read, dtype in found]
 
 
-def everything(loaded: Loaded) -> Arrays:
-    """Arrays and logical types by name, those of single ranks included."""
-    of_ranks = {
-        f"{name} (rank {rank})": (array, loaded.dtypes[name])
+def everything(loaded: Loaded) -> Reads:
+    """What reads an array, and its logical type, by name; those of single ranks included."""
+    of_ranks: Reads = {
+        f"{name} (rank {rank})": (partial(values.__getitem__, rank), loaded.dtypes[name])
         for name, values in loaded.of_ranks.items()
-        for rank, array in values.items()
+        for rank in values
     }
-    return {name: (array, loaded.dtypes[name]) for name, array in loaded.arrays.items()} | of_ranks
+    return {name: (partial(loaded.arrays.__getitem__, name), loaded.dtypes[name]) for name in loaded.arrays} | of_ranks
 
 
 def object_texts(loaded: Loaded) -> dict[str, str]:
@@ -121,13 +123,14 @@ def tensor_differences(first: Loaded, second: Loaded) -> list[Difference]:
 
 
 @np.errstate(all="ignore")
-def compare(name: str, first: Arrays, second: Arrays) -> Difference | None:
+def compare(name: str, first: Reads, second: Reads) -> Difference | None:
     """How one tensor differs, or None."""
     if name not in second:
         return Difference(name, "only in the first")
     if name not in first:
         return Difference(name, "only in the second")
-    (before, old_type), (after, new_type) = first[name], second[name]
+    (read_old, old_type), (read_new, new_type) = first[name], second[name]
+    before, after = read_old(), read_new()
     if before.shape != after.shape:
         return Difference(name, "shape")
     if old_type != new_type:

@@ -1,21 +1,35 @@
-"""Reading a checkpoint by one process or by many: verify first, agree, then share."""
+"""Reading a checkpoint by one process or by many: verify, agree, and take what each needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, MANIFEST_FILE, DamagedCheckpoint, Manifest, Shard
-from hpctrain.checkpoint.format.shard import read_shard, view_of
-from hpctrain.checkpoint.patience import read_among
+from hpctrain.checkpoint.format.layout import (
+    ITEM_TYPES,
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    Manifest,
+    Shard,
+    StoredPiece,
+    UnreadableCheckpoint,
+)
+from hpctrain.checkpoint.format.shard import view_of
+from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
+from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
 from hpctrain.run import step_folder
+from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
 
@@ -33,7 +47,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's contents, verified."""
+    """A checkpoint's contents, verified before they are used."""
 
     step: int
     """Of the checkpoint."""
@@ -43,7 +57,7 @@ class Loaded:
     """Ranks of the run that saved it."""
     meta: dict[str, Any]
     """What was saved as ``meta``."""
-    arrays: dict[str, NDArray[Any]]
+    arrays: SavedArrays
     """By name; bfloat16 as uint16. If the number of ranks differs from the saved one: without random states of
     ranks, and with the mean of what other floating-point state the ranks had of their own."""
     dtypes: dict[str, str]
@@ -54,38 +68,108 @@ class Loaded:
     """If the number of ranks differs from the saved one: what each rank had of the task's own state, by name."""
 
 
-def load_newest(path: Path, steps: Sequence[int], group: Group) -> Loaded:
-    """The first sound checkpoint among these steps. Collective.
+Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
+"""Takes what it needs of a checkpoint whose arrays are read when they are asked for, and returns what is to be kept."""
 
-    Each rank reads and verifies every group.size-th shard; a checkpoint is sound when all ranks found their shards so.
+
+def keep_all(loaded: Loaded) -> dict[str, NDArray[Any]]:
+    """All of it, in memory."""
+    return {name: loaded.arrays[name] for name in loaded.arrays}
+
+
+def load_newest(path: Path, steps: Sequence[int], group: Group, use: Use | None = None) -> Loaded:
+    """Loads the first sound checkpoint among these steps. Collective.
+
+    Args:
+        path: folder of the checkpoints.
+        steps: candidates, in order.
+        group: ranks that load together. Each reads by itself what it needs, and verifies it; if it cannot read it,
+            the others send it.
+        use: takes what it needs; called on all ranks, and called again if a rank could not read something, or found
+            damage: with an older checkpoint, which then replaces all that was taken. By default all arrays are kept.
 
     Raises:
         DamagedCheckpoint: none is sound.
         UnreadableCheckpoint: one cannot be read now, so that nobody knows whether it is sound.
     """
     rejected: list[Rejected] = []
-    for step in steps:
+    taken: Manifest | None = None
+    """Of a damaged one, parts of which are in use."""
+    fix = "restore the folder from a backup, or begin again with --fresh"
+    for step, older in zip_longest(steps, steps[1:]):
         folder = path / step_folder.name_of(step)
         try:
             manifest = read_manifest(folder, step, group)
-            images, holders = read_shards(folder, manifest.shards, group)
+            if taken and not replaces(manifest, taken):
+                fix = "rename the folders of the damaged ones, then run the same command again"
+                break
+            is_replaced = use is None or older is None or replaced_by(path, older, manifest, group)
+            own = own_state(folder, manifest, group, check_rest if is_replaced else check_shard)
+            taken = manifest if use else None
+            return read_by_each(folder, manifest, group, own, use, tuple(rejected))
         except DamagedCheckpoint as error:
             rejected.append(Rejected(step, error.what))
-            continue
-        arrays, of_ranks = share(manifest, images, holders, group)
-        dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
-        return Loaded(step, folder, manifest.ranks, manifest.meta, arrays, dtypes, tuple(rejected), of_ranks)
     reasons = "; ".join(found.reason for found in rejected)
-    fix = "restore the folder from a backup, or begin again with --fresh"
     raise DamagedCheckpoint(f"{path} has no sound checkpoint: {reasons}", fix)
 
 
-Images = dict[int, NDArray[np.uint8]]
-"""Shards in memory, by index."""
 Arrays = dict[str, NDArray[Any]]
 """By name."""
 OfRanks = dict[str, dict[int, NDArray[Any]]]
 """By name and rank."""
+
+
+def replaced_by(path: Path, older: int, manifest: Manifest, group: Group) -> bool:
+    """Whether the next checkpoint would replace all that is taken of one that turns out damaged. Collective."""
+    found = False
+    if group.rank == 0:
+        with suppress(DamagedCheckpoint, UnreadableCheckpoint, UserError):
+            found = replaces(manifest_file.read(path / step_folder.name_of(older), older), manifest)
+    return bool(group.broadcast(found, "compare two checkpoints"))
+
+
+def replaces(manifest: Manifest, other: Manifest) -> bool:
+    """Whether every tensor that a program may have taken of another checkpoint is in this one as well."""
+    return manifest.ranks == other.ranks and manifest.tensors().keys() >= other.tensors().keys()
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What the ranks that saved had of their own, for another number of ranks."""
+
+    merged: Arrays
+    """One value by name."""
+    of_ranks: OfRanks
+    """What each had of the task's own state."""
+
+
+@contextmanager
+def opened(path: Path, step: int) -> Iterator[Loaded]:
+    """One process's view of a checkpoint: each array is read, patiently, and verified when it is asked for.
+
+    What lies between the arrays is verified before.
+
+    Raises:
+        DamagedCheckpoint, UnreadableCheckpoint, UserError: as ``read_among`` does; also when arrays are read.
+    """
+    folder, alone = path / step_folder.name_of(step), Group("alone")
+    manifest = read_manifest(folder, step, alone)
+    own = own_state(folder, manifest, alone, check_rest)
+    with closing(Contents(folder, manifest, own_rank(manifest, alone), own.merged, patiently)) as contents:
+        yield loaded_of(folder, manifest, contents, own.of_ranks, ())
+
+
+def loaded_of(
+    folder: Path, manifest: Manifest, arrays: SavedArrays, of_ranks: OfRanks, rejected: tuple[Rejected, ...]
+) -> Loaded:
+    """A checkpoint with these arrays."""
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
+    return Loaded(manifest.step, folder, manifest.ranks, manifest.meta, arrays, dtypes, rejected, of_ranks)
+
+
+def own_rank(manifest: Manifest, group: Group) -> int | None:
+    """The rank whose own values this rank takes; None if there were more or fewer ranks."""
+    return group.rank if manifest.ranks == group.size else None
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
@@ -99,35 +183,110 @@ def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
     return manifest or manifest_file.parse_of_step(received.tobytes(), folder / MANIFEST_FILE, step)
 
 
-def read_shards(folder: Path, shards: Sequence[Shard], group: Group) -> tuple[Images, list[int]]:
-    """This rank's part of the shards, and which rank holds each. Collective. Raises as ``read_among`` does."""
-    return read_among(group, len(shards), lambda index: read_shard(folder, shards[index]), f"verify {folder.name}")
+Check = Callable[[Path, Shard], None]
+"""Looks at a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
 
 
-def share(manifest: Manifest, images: Images, holders: Sequence[int], group: Group) -> tuple[Arrays, OfRanks]:
-    """Arrays by name for this rank, and what has a rule of its own, from the ranks' shards. Collective.
+def own_state(folder: Path, manifest: Manifest, group: Group, check: Check) -> OwnState:
+    """Checks each shard on one of the ranks, and gathers what the saved ranks had of their own. Collective.
 
-    Args:
-        images: this rank's shards.
-        holders: for each shard the rank that holds it.
+    With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
     """
-    arrays: Arrays = {}
+    kept = [own_pieces(shard) if manifest.ranks != group.size else [] for shard in manifest.shards]
+
+    def look(index: int) -> NDArray[np.uint8]:
+        check(folder, manifest.shards[index])
+        with closing(ShardFiles(folder)) as files:
+            values = [files.read_whole(manifest.shards[index], stored) for stored in kept[index]]
+        return np.concatenate([np.empty(0, np.uint8), *(value.reshape(-1).view(np.uint8) for value in values)])
+
+    held, holders = read_among(group, len(manifest.shards), look, f"verify {folder.name}")
     of_ranks: OfRanks = {}
-    for index, shard in enumerate(manifest.shards):
-        image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
-        group.broadcast_array(image, f"send {shard.file}", root=holders[index])
-        take(shard, image, arrays, of_ranks, group.rank if manifest.ranks == group.size else None)
+    for index, pieces in enumerate(kept):
+        if pieces:
+            size = sum(stored.piece.num_bytes for stored in pieces)
+            image = held[index] if index in held else np.empty(size, np.uint8)
+            group.broadcast_array(image, f"send ranks' own state of {manifest.shards[index].file}", holders[index])
+            take_own(pieces, image, of_ranks)
+    return own_state_of(of_ranks, group.rank)
+
+
+def own_pieces(shard: Shard) -> list[StoredPiece]:
+    """What single ranks had of their own, without their random states."""
+    return [
+        stored
+        for stored in shard.pieces
+        if stored.piece.tensor.rank is not None and not stored.piece.tensor.name.startswith(RANDOM)
+    ]
+
+
+def take_own(pieces: Sequence[StoredPiece], image: NDArray[np.uint8], of_ranks: OfRanks) -> None:
+    """Adds ranks' own values, which lie in a row, by name and rank."""
+    position = 0
+    for stored in pieces:
+        tensor = stored.piece.tensor
+        assert tensor.rank is not None, "only ranks' own pieces are given"
+        of_ranks.setdefault(tensor.name, {})[tensor.rank] = view_of(image, stored.piece, position)
+        position += stored.piece.num_bytes
+
+
+def own_state_of(of_ranks: OfRanks, rank: int) -> OwnState:
+    """What a rank of another number takes of what the ranks had of their own."""
+    merged: Arrays = {}
     for name, values in of_ranks.items():
-        if not name.startswith((RANDOM, STATE)):
+        if not name.startswith(STATE):
             fit = same(of_ranks.get(f"{name.rpartition('/')[0]}/{STRUCTURE}", {}))
-            of_one = values[sorted(values)[group.rank % len(values)]]
-            arrays[name] = merged([values[rank] for rank in sorted(values)], group.rank) if fit else of_one
-    return arrays, {name: values for name, values in of_ranks.items() if name.startswith(STATE)}
+            of_one = values[sorted(values)[rank % len(values)]]
+            merged[name] = merge([values[each] for each in sorted(values)], rank) if fit else of_one
+    return OwnState(merged, {name: values for name, values in of_ranks.items() if name.startswith(STATE)})
 
 
 def same(values: Mapping[int, NDArray[Any]]) -> bool:
     """Whether all ranks had the same; then what belongs together by it can be merged."""
     return len({value.tobytes() for value in values.values()}) < 2
+
+
+def read_by_each(
+    folder: Path, manifest: Manifest, group: Group, own: OwnState, use: Use | None, rejected: tuple[Rejected, ...]
+) -> Loaded:
+    """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
+    mine: DamagedCheckpoint | UserError | UnreadableCheckpoint | None = None
+    kept: Mapping[str, NDArray[Any]] = {}
+    with closing(Contents(folder, manifest, own_rank(manifest, group), own.merged)) as contents:
+        view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
+        try:
+            kept = (use or keep_all)(view)
+        except (*FINAL, UnreadableCheckpoint) as error:
+            mine = error
+    problem = (type(mine).__name__, mine.what, mine.fix) if mine else None
+    told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
+    if not told:
+        return replace(view, arrays=HeldArrays(kept))
+    if damage := next((what for name, what, _ in told if name == DamagedCheckpoint.__name__), None):
+        raise DamagedCheckpoint(damage)
+    if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
+        raise mine if isinstance(mine, UserError) else UserError(*final)
+    arrays, own = shared_arrays(folder, manifest, group)
+    view = replace(view, arrays=HeldArrays(arrays | own.merged), of_ranks=own.of_ranks)
+    return replace(view, arrays=HeldArrays(use(view))) if use else view
+
+
+def shared_arrays(folder: Path, manifest: Manifest, group: Group) -> tuple[Arrays, OwnState]:
+    """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
+
+    Raises as ``read_among`` does.
+    """
+    what = f"verify {folder.name}"
+    images, holders = read_among(
+        group, len(manifest.shards), lambda index: read_shard(folder, manifest.shards[index]), what
+    )
+    arrays: Arrays = {}
+    of_ranks: OfRanks = {}
+    for index, shard in enumerate(manifest.shards):
+        image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
+        group.broadcast_array(image, f"send {shard.file}", root=holders[index])
+        take(shard, image, arrays, of_ranks, own_rank(manifest, group))
+    return arrays, own_state_of(of_ranks, group.rank)
 
 
 def take(
@@ -141,17 +300,17 @@ def take(
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor
         view = view_of(image, piece, stored.offset)
-        if tensor.rank is None and not piece.whole:
+        if tensor.rank is None and piece.shape != tensor.shape:
             if tensor.name not in arrays:
                 arrays[tensor.name] = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
-            arrays[tensor.name][piece.first_row : piece.first_row + piece.rows] = view
+            arrays[tensor.name][piece.box.index] = view
         elif tensor.rank is None or tensor.rank == rank:
             arrays[tensor.name] = view
-        elif rank is None:
+        elif rank is None and not tensor.name.startswith(RANDOM):
             of_ranks.setdefault(tensor.name, {})[tensor.rank] = view.copy()
 
 
-def merged(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
+def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
     """One value from those of another number of ranks: the one they agree on, the mean of statistics, else one's."""
     first = values[0]
     if all(value.tobytes() == first.tobytes() for value in values[1:]):

@@ -17,7 +17,7 @@ def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize:
     """Raises RunFailed, on all ranks, if a tensor that should be equal on all of them is not. Collective; slow."""
     sums = {}
     for tensor in tensors:
-        if tensor.placement is not Placement.RANK:
+        if tensor.placement in (Placement.REPLICATED, Placement.FIRST):
             value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
             tensor.copy_into(value)
             synchronize()

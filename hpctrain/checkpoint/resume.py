@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from numpy.typing import NDArray
+
 from hpctrain.checkpoint.format.files import REFUSED, judged
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.patience import patiently
@@ -15,7 +17,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
 from hpctrain.train.state import TrainState
-from hpctrain.train.stateful import Kept
+from hpctrain.train.stateful import HOOKS, STATE, Kept
 
 
 def resume(
@@ -40,19 +42,29 @@ def resume(
     steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
     if not steps:
         return None
-    loaded = store.load()
+
+    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
+        if "identity" not in loaded.meta or "state" not in loaded.meta:
+            fix = "choose another run_dir, or begin with --fresh"
+            raise UserError(f"{loaded.path} is not from a training run", fix)
+        refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
+        return load_framework(framework, loaded)
+
+    loaded = store.load_into(take)
     if store.group.rank == 0:
         for rejected in loaded.rejected:
             with suppress(OSError):  # it is passed over again at the next resume
                 store.put_aside(rejected.step, "damaged")
-    if "identity" not in loaded.meta or "state" not in loaded.meta:
-        raise UserError(f"{loaded.path} is not from a training run", "choose another run_dir, or begin with --fresh")
-    refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
-    framework.load(loaded.arrays)
     if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     return loaded
+
+
+def load_framework(framework: Framework, loaded: Loaded) -> dict[str, NDArray[Any]]:
+    """Gives a framework its arrays, one at a time in memory; those of objects are returned."""
+    framework.load(loaded.arrays)
+    return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith((HOOKS, STATE))}
 
 
 def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
@@ -84,7 +96,6 @@ def load_weights(
         UserError: there is none, or it is of another model.
         DamagedCheckpoint: it is damaged.
     """
-    loaded = store.load(step)
-    framework.load(loaded.arrays)
+    loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)
     restore(state, loaded, framework.leaves, store.group, accepted=["state"])
     return loaded

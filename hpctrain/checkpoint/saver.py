@@ -22,15 +22,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.checkpoint.folder import CheckpointFolder, leave_record
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, shard_file
+from hpctrain.checkpoint.folder import CheckpointFolder
+from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, shard_file, whole
 from hpctrain.checkpoint.format.paced_write import Dropped
 from hpctrain.checkpoint.format.partition import partition
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.comm.group import Group
-from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
-from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of
+from hpctrain.train.saved_arrays import lies_in
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 
 LEAST_SPARE_BYTES = 64 << 10
 """Free space that the smallest checkpoint must leave, for its manifest and what else the run writes."""
@@ -38,7 +40,7 @@ MORE_SPARE_BYTES = 16 << 20
 """What a large one must leave beyond that."""
 WRITE_TIMEOUT_S = 24 * 3600.0
 """Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
-LAYOUT = attrgetter("name", "shape", "dtype", "placement")
+LAYOUT = attrgetter("name", "shape", "dtype", "placement", "cut")
 """What decides where a tensor goes."""
 FINAL = (Code.IN_USE, Code.NAN)
 """Why no later save of an attempt can succeed either, the strongest reason first."""
@@ -158,10 +160,10 @@ class Saver:
         self.allocate = allocate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
-        self.layout: list[tuple[str, tuple[int, ...], str, Placement]] = []
-        """Name, shape, dtype and placement of each tensor of the last save: if they change, files are planned again."""
-        self.sources: list[int] = []
-        """Index, among the tensors given, of each one that this rank writes."""
+        self.layout: list[tuple[str, tuple[int, ...], str, Placement, Cut | None]] = []
+        """What decides where each tensor of the last save went: if it changes, files are planned again."""
+        self.sources: list[tuple[int, int]] = []
+        """Of each piece that this rank writes: index of its tensor among those given, and its first row there."""
         self.trained: frozenset[str] = frozenset()
         """Names of the tensors that must be finite."""
         self.total_bytes = 0
@@ -201,7 +203,9 @@ class Saver:
             pieces, self.total_bytes = self._plan(tensors)
             pieces.sort(key=lambda piece: piece.num_bytes)  # else libhdf5 searches the gaps between for every small one
             index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
-            self.sources = [index_of[piece.tensor.name] for piece in pieces]
+            indices = [index_of[piece.tensor.name] for piece in pieces]
+            rows = [first_row(piece, tensors[index].cut) for index, piece in zip(indices, pieces, strict=True)]
+            self.sources = list(zip(indices, rows, strict=True))
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
             self.plan = skeleton(pieces)
             self.layout = layout
@@ -219,14 +223,18 @@ class Saver:
             owner = self.group.rank if it.placement is Placement.RANK else None
             specs[it.placement].append(TensorSpec(it.name, tuple(it.shape), it.dtype, owner))
         check_tensors([spec for each in specs.values() for spec in each])
+        cuts = [it.cut for it in tensors if it.placement is Placement.CUT]
+        cut = list(zip(specs[Placement.CUT], cuts, strict=True))
         num_bytes = {placement: sum(spec.num_bytes for spec in each) for placement, each in specs.items()}
-        total = sum(num_bytes.values()) + (self.group.size - 1) * num_bytes[Placement.RANK]
-        whole = specs[Placement.RANK] + (specs[Placement.FIRST] if self.group.rank == 0 else [])
-        own = [Piece(spec, 0, spec.rows) for spec in whole]
+        num_bytes[Placement.RANK] *= self.group.size
+        num_bytes[Placement.CUT] = sum(spec.num_bytes * self.group.size // where.copies for spec, where in cut if where)
+        total = sum(num_bytes.values())
+        own = specs[Placement.RANK] + (specs[Placement.FIRST] if self.group.rank == 0 else [])
+        pieces = [*pieces_of_cut(cut), *map(whole, own)]
         replicated = specs[Placement.REPLICATED]
         if self.group.rank not in self.writers:
-            return own, total
-        return partition(replicated, len(self.writers))[self.writers.index(self.group.rank)] + own, total
+            return pieces, total
+        return partition(replicated, len(self.writers))[self.writers.index(self.group.rank)] + pieces, total
 
     def begin(
         self,
@@ -255,8 +263,8 @@ class Saver:
         image, problem = None, None
         try:
             image = self.prepare(tensors)
-            for source, view, piece in zip(self.sources, image.views, image.pieces, strict=True):
-                tensors[source].copy_into(view, piece.first_row)
+            for (source, row), view in zip(self.sources, image.views, strict=True):
+                tensors[source].copy_into(view, row)
             synchronize()
         except (MemoryError, OSError) as error:
             image, problem = None, error
@@ -333,8 +341,7 @@ class Saver:
             raise NoRequeue(f"{spoiled} is not finite", fix, Code.NAN)
         self.folder.prepare_folder(partial)
         self._require_space(partial, image.buffer.size)
-        file = shard_file(self.group.rank, self.group.size)
-        leave_record(partial, file, image.write(partial / file, is_dropped))
+        image.write(partial / shard_file(self.group.rank, self.group.size), is_dropped)
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
         """Raises RunFailed without room: on rank 0 for what is missing of all shards, on others for theirs."""
@@ -349,7 +356,8 @@ class Saver:
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
-        num_bytes = self.folder.commit(partial, step, self.group.size, meta)
+        is_cut = any(placement is Placement.CUT for _, _, _, placement, _ in self.layout)
+        num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut)
         self.sound.add(step)
         return num_bytes
 
@@ -402,20 +410,64 @@ class Saver:
         return None
 
 
+def pieces_of_cut(tensors: Sequence[tuple[TensorSpec, Cut | None]]) -> list[Piece]:
+    """What this rank writes of tensors that are cut: ranks that hold the same part share its rows.
+
+    Args:
+        tensors: each as it is on this rank, and where it lies in the whole tensor.
+
+    Raises:
+        UserError: one does not say where, or does not lie in the whole tensor.
+    """
+    of_copy: dict[tuple[int, int], list[tuple[TensorSpec, Cut]]] = {}
+    for spec, cut in tensors:
+        if cut is None or not lies_in(cut.begin, spec.shape, cut.shape) or not 0 <= cut.copy < cut.copies:
+            raise UserError(
+                f"{spec.name}, of shape {list(spec.shape)}, is no part of a tensor as its cut says: {cut}",
+                "give the shape of the whole tensor, and the index of the part's first value in every axis",
+            )
+        of_copy.setdefault((cut.copy, cut.copies), []).append((spec, cut))
+    pieces = []
+    for (copy, copies), same in of_copy.items():
+        cut_of = {spec.name: cut for spec, cut in same}
+        for piece in partition([spec for spec, _ in same], copies)[copy]:
+            where = cut_of[piece.tensor.name]
+            tensor = replace(piece.tensor, shape=where.shape)
+            pieces.append(Piece(tensor, Box(tuple(map(int.__add__, piece.box.begin, where.begin)), piece.shape)))
+    return pieces
+
+
+def first_row(piece: Piece, cut: Cut | None) -> int:
+    """Of a piece, in the tensor as this rank holds it."""
+    if not piece.shape:
+        return 0
+    return piece.box.begin[0] - (cut.begin[0] if cut else 0)
+
+
 def spare_bytes(num_bytes: int) -> int:
     """Free space that a checkpoint of this size must leave."""
     return LEAST_SPARE_BYTES + min(MORE_SPARE_BYTES, num_bytes // 8)
 
 
-def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:
+def array_tensors(
+    arrays: Mapping[str, ArrayLike],
+    rank_arrays: Mapping[str, ArrayLike],
+    cut_arrays: Mapping[str, tuple[ArrayLike, Cut]] | None = None,
+) -> list[ArrayTensor]:
     """State tensors over host arrays, replicated ones first.
 
     Args:
         arrays: by name, slashes making groups; equal on all ranks.
         rank_arrays: by name; each rank's own.
+        cut_arrays: by name; the part of a tensor that this rank holds, and where it lies in the whole one.
     """
-    return [ArrayTensor(name, host_array(array)) for name, array in arrays.items()] + [
-        ArrayTensor(name, host_array(array), Placement.RANK) for name, array in rank_arrays.items()
+    return [
+        *(ArrayTensor(name, host_array(array)) for name, array in arrays.items()),
+        *(ArrayTensor(name, host_array(array), Placement.RANK) for name, array in rank_arrays.items()),
+        *(
+            ArrayTensor(name, host_array(array), Placement.CUT, cut=cut)
+            for name, (array, cut) in (cut_arrays or {}).items()
+        ),
     ]
 
 

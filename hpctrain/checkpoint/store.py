@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from hpctrain.checkpoint.folder import CheckpointFolder, no_fence
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
-from hpctrain.checkpoint.reading import Loaded, load_newest
+from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -80,21 +81,47 @@ class CheckpointStore(CheckpointFolder):
         return path
 
     def load(self, step: int | None = None) -> Loaded:
-        """The newest sound checkpoint, or that of a step. Collective over the store's group.
+        """The newest sound checkpoint, or that of a step, in memory. Collective over the store's group.
 
-        All bytes are verified before any is used. A rank reads a part of the shards and gets the rest from its peers.
+        All bytes are verified before any is used.
 
         Raises:
             UserError: there is none.
             DamagedCheckpoint: none is sound; says why for each.
             UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
         """
-        steps = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
+        return load_newest(self.path, self._candidates(step), self.group)
+
+    def load_into(self, use: Use, step: int | None = None) -> Loaded:
+        """The same for a program that has memory for its state already. Collective over the store's group.
+
+        Args:
+            use: called with the checkpoint once all of it is verified, on all ranks. Each of its arrays is read when
+                it is asked for, and verified again: ``arrays`` are SavedArrays, which give parts as well. What it
+                returns are the arrays that the result holds.
+            step: of the checkpoint; by default the newest sound one.
+
+        Raises:
+            UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
+        """
+        return load_newest(self.path, self._candidates(step), self.group, use)
+
+    def opened(self, step: int) -> AbstractContextManager[Loaded]:
+        """A step's checkpoint for one process to look into: each array is read and verified when it is asked for.
+
+        Raises:
+            DamagedCheckpoint, UnreadableCheckpoint, UserError: it cannot be read; also when arrays are read.
+        """
+        return opened(self.path, step)
+
+    def _candidates(self, step: int | None) -> list[int]:
+        """Steps to try. Collective."""
+        steps: list[int] = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if step is not None and step not in steps:
             raise UserError(f"{self.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
         if not steps:
             raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
-        return load_newest(self.path, [step] if step is not None else steps[::-1], self.group)
+        return [step] if step is not None else steps[::-1]
 
     def close(self) -> None:
         """Releases staging memory and the thread of ``save``; the store stays usable."""

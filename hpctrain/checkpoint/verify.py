@@ -1,4 +1,4 @@
-"""Is a checkpoint what was once written? One process reads all of it.
+"""Is a checkpoint what was once written? One process reads all of it, and holds a block.
 
 A checksum says that bytes are those that were written, not that they make sense: a file made by another program, or by
 an attacker, can hang or crash libhdf5. So another process lets it look, for a limited time.
@@ -18,6 +18,8 @@ from pathlib import Path
 import h5py
 
 from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format import shard_index
+from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.layout import (
     ITEM_TYPES,
     DamagedCheckpoint,
@@ -26,7 +28,7 @@ from hpctrain.checkpoint.format.layout import (
     StoredPiece,
     UnreadableCheckpoint,
 )
-from hpctrain.checkpoint.format.shard import read_shard
+from hpctrain.checkpoint.format.shard_reading import check_shard
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.data.formats.hdf5_files import own_dataset
@@ -61,7 +63,8 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
         sound = []
         for index, shard in enumerate(manifest.shards):
             try:
-                patiently(partial(read_shard, folder, shard))
+                patiently(partial(check_shard, folder, shard))
+                patiently(partial(check_index, folder, shard))
                 sound.append(index)
             except DamagedCheckpoint as error:
                 problems.append(error.what)
@@ -72,6 +75,16 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
     except (UnreadableCheckpoint, UserError) as error:
         return Verdict(step, folder, num_bytes, (*problems, error.what), readable=False)
     return Verdict(step, folder, num_bytes, tuple(problems))
+
+
+def check_index(folder: Path, shard: Shard) -> None:
+    """Raises DamagedCheckpoint unless a shard's own index says what the manifest does."""
+    if shard.has_index:
+        path = folder / shard.file
+        with reading(path) as descriptor:
+            text = shard_index.read_text(descriptor, path)
+        if shard_index.parse_text(text, str(path)) != shard:
+            raise DamagedCheckpoint(f"{path} has an index that differs from the manifest")
 
 
 def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,10 +126,11 @@ def inspect(args: argparse.Namespace) -> int:
     """Shows the tensors of a checkpoint as a tree."""
     from hpctrain.checkpoint import summary_tree, tensor_summaries
 
-    loaded = load(args.path, args.step)
-    found = tensor_summaries(loaded, args.name)
-    if not found:
-        raise UserError(f"{loaded.path} has no tensor below {args.name}", "inspect it without --name to see all names")
+    with opened(args.path, args.step) as loaded:
+        found = tensor_summaries(loaded, args.name)
+        if not found:
+            fix = "inspect it without --name to see all names"
+            raise UserError(f"{loaded.path} has no tensor below {args.name}", fix)
     rows = {"step": loaded.step, "meta": loaded.meta, "tensors": [dataclasses.asdict(one) for one in found]}
     emit(args, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *summary_tree(found)])
     return ExitCode.DONE
@@ -138,10 +140,10 @@ def diff(args: argparse.Namespace) -> int:
     """Compares two checkpoints."""
     from hpctrain.checkpoint import everything, tensor_differences
 
-    first, second = load(args.first), load(args.second)
-    found = tensor_differences(first, second)
-    in_both = everything(first).keys() & everything(second).keys()
-    same = len(in_both) - sum(not one.kind.startswith("only") for one in found)
+    with opened(args.first) as first, opened(args.second) as second:
+        found = tensor_differences(first, second)
+        in_both = everything(first).keys() & everything(second).keys()
+        same = len(in_both) - sum(not one.kind.startswith("only") for one in found)
     amounts = [f" ({one.changed} differ, by at most {one.largest})" if one.changed else "" for one in found]
     lines = [f"{one.name}: {one.kind}{amount}" for one, amount in zip(found, amounts, strict=True)]
     different = [dataclasses.asdict(one) for one in found]
@@ -157,17 +159,17 @@ def export(args: argparse.Namespace) -> int:
     output, selection = Path(args.output), selection_of(args)
     if not args.like and not args.output.endswith(SUFFIXES):
         raise UserError(f"--output is {args.output}: its suffix names no format", f"end it in {', '.join(SUFFIXES)}")
-    loaded = load(args.path, args.step)
-    if args.like:
-        output = export_folder(loaded, output, Path(args.like), selection)
-    elif args.output.endswith(".safetensors"):
-        export_safetensors(loaded, output, selection)
-    elif args.output.endswith(".pt"):
-        from hpctrain.checkpoint.exports import export_state_dict
+    with opened(args.path, args.step) as loaded:
+        if args.like:
+            output = export_folder(loaded, output, Path(args.like), selection)
+        elif args.output.endswith(".safetensors"):
+            export_safetensors(loaded, output, selection)
+        elif args.output.endswith(".pt"):
+            from hpctrain.checkpoint.exports import export_state_dict
 
-        export_state_dict(loaded, output, selection)
-    else:
-        export_weights_h5(loaded, output, selection)
+            export_state_dict(loaded, output, selection)
+        else:
+            export_weights_h5(loaded, output, selection)
     row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
     emit(args, row, [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"])
     return ExitCode.DONE
@@ -199,6 +201,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
+    from hpctrain.train.saved_arrays import DerivedArrays
 
     if dataclasses.replace(selection, averaged=False) != Selection():
         raise UserError(
@@ -218,16 +221,17 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     make_weights(task, lambda: examples_of(open_training_data(task)), seed)
     from hpctrain.checkpoint.exports import export_keras
 
-    arrays = {f"model/{name}": array for name, array in model_weights(loaded, selection)[0].items()}
+    weights, _ = model_weights(loaded, selection)
+    arrays = DerivedArrays({f"model/{name}": (weights, name) for name in weights})
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 
-def load(path: str, step: int | None = None) -> Loaded:
+def opened(path: str, step: int | None = None) -> AbstractContextManager[Loaded]:
     """A checkpoint by what the user typed; the newest must be sound, no older one is taken in its place."""
     from hpctrain.checkpoint import locate
 
     store, found = locate(path, step)
-    return store.load(store.steps()[-1] if found is None else found)
+    return store.opened(store.steps()[-1] if found is None else found)
 
 
 def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,8 +12,11 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.train.state import Placement
+from hpctrain.train.saved_arrays import SavedArrays, as_saved, runs_of_rows
+from hpctrain.train.state import Cut, Placement
 
+BLOCK_BYTES = 4 << 20
+"""Of a value that is loaded, held at a time."""
 HELD = ("held/", "rng/held/")
 """Begin the names of what a task keeps outside its model and its optimizer's slots."""
 COMPILED = re.compile(r"(?<![^./])_orig_mod(\.|$)")
@@ -39,30 +43,48 @@ class Assignable(Protocol):
     def placement(self) -> Placement:
         """See StateTensor."""
 
-    def assign(self, value: NDArray[Any]) -> None:
-        """Takes over a host array as ``copy_into`` gives it."""
+    @property
+    def cut(self) -> Cut | None:
+        """See StateTensor."""
+
+    def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
+        """Takes over rows, from ``first_row`` on, of a host array as ``copy_into`` gives it; by default all."""
 
 
 def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none if a replicated one is missing or one has another shape."""
-    wanted = list(tensors)
+    """Assigns all values by name, or none if a replicated one is missing or one has another shape.
+
+    Of a tensor that is cut, the part that is here. Beside the tensors, BLOCK_BYTES of one or a row are held.
+    """
+    wanted, source = list(tensors), as_saved(arrays)
     for tensor in wanted:
-        if tensor.name not in arrays:
+        if tensor.name not in source:
             if tensor.placement is Placement.RANK:
                 continue
             raise UserError(
                 f"{tensor.name} is missing from what is to be loaded",
                 "load it into the model and optimizer that it was saved from",
             )
-        shape = arrays[tensor.name].shape
-        if shape != tensor.shape:
+        shape, own = source.shape_of(tensor.name), tensor.cut.shape if tensor.cut else tensor.shape
+        if shape != own:
             raise UserError(
-                f"{tensor.name} has shape {list(tensor.shape)} here and {list(shape)} in what is to be loaded",
+                f"{tensor.name} has shape {list(own)} here and {list(shape)} in what is to be loaded",
                 "load it into the model that it was saved from",
             )
     for tensor in wanted:
-        if tensor.name in arrays:
-            tensor.assign(arrays[tensor.name])
+        if tensor.name in source:
+            assign_by_blocks(tensor, source)
+
+
+def assign_by_blocks(tensor: Assignable, source: SavedArrays) -> None:
+    """Assigns what is here of a saved value, some rows after others."""
+    shape = tensor.shape
+    begin = tensor.cut.begin if tensor.cut else (0,) * len(shape)
+    row_bytes = source.dtype_of(tensor.name).itemsize * math.prod(shape[1:])
+    for first, count in runs_of_rows(shape, row_bytes, BLOCK_BYTES) if shape else ():
+        tensor.assign(source.part(tensor.name, (begin[0] + first, *begin[1:]), (count, *shape[1:])), first)
+    if not shape:
+        tensor.assign(source.part(tensor.name, (), ()))
 
 
 def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from hpctrain.train.framework import Framework, HostBatch, NonFiniteLoss, StepResult, Sums
     from hpctrain.train.hooks import BaseHook, Hook, StopReason
     from hpctrain.train.loop import RunSummary, Trainer
-    from hpctrain.train.state import ArrayTensor, Placement, StateTensor, TrainState
+    from hpctrain.train.saved_arrays import SavedArrays
+    from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, TrainState
     from hpctrain.train.training import Training
     from hpctrain.train.verify import VerifyWeights
 
 _MODULES = {
     "ArrayTensor": "state",
     "BaseHook": "hooks",
+    "Cut": "state",
     "EarlyStop": "early_stop",
     "Framework": "framework",
     "Hook": "hooks",
@@ -34,6 +36,7 @@ _MODULES = {
     "Phase": "clock",
     "Placement": "state",
     "RunSummary": "loop",
+    "SavedArrays": "saved_arrays",
     "StateTensor": "state",
     "StepClock": "clock",
     "StepResult": "framework",
@@ -48,6 +51,7 @@ _MODULES = {
 __all__ = [
     "ArrayTensor",
     "BaseHook",
+    "Cut",
     "EarlyStop",
     "Framework",
     "Hook",
@@ -57,6 +61,7 @@ __all__ = [
     "Phase",
     "Placement",
     "RunSummary",
+    "SavedArrays",
     "StateTensor",
     "StepClock",
     "StepResult",

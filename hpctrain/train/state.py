@@ -56,6 +56,22 @@ class Placement(StrEnum):
     """Each rank's own: random states, BatchNorm statistics unless they are joined."""
     FIRST = "first"
     """Rank 0's, which all ranks take over at a resume: state of hooks and of a task's own objects."""
+    CUT = "cut"
+    """A part of a tensor that no rank holds whole; ``StateTensor.cut`` says which."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the values of a rank lie in a tensor that is cut over several."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    begin: tuple[int, ...]
+    """Index, in the whole tensor, of the first value here, in every axis."""
+    copy: int = 0
+    """Which one of the ranks that hold exactly this part this is; they share the writing of it."""
+    copies: int = 1
+    """How many there are."""
 
 
 class StateTensor(Protocol):
@@ -67,7 +83,7 @@ class StateTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Of what this rank holds."""
 
     @property
     def dtype(self) -> str:
@@ -76,6 +92,10 @@ class StateTensor(Protocol):
     @property
     def placement(self) -> Placement:
         """Whether ranks share it."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """Where it lies in the whole tensor if the placement is CUT; else None."""
 
     @property
     def is_trained(self) -> bool:
@@ -98,6 +118,7 @@ class ArrayTensor:
     placement: Placement = Placement.REPLICATED
     logical_dtype: str | None = None
     is_trained: bool = False
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

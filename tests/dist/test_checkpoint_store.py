@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.verify import verify_checkpoint
 from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,16 @@ def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path
         assert f"rank {rank} ends with 70: {folder}/step-000000002/" in output
         assert "cannot be read now: Input/output error (tried 3 times by different ranks" in output
     assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000002"]
+
+
+@pytest.mark.world_size(4)
+def test_whoever_holds_a_part_writes_it_and_any_other_part_is_read(mpirun: Run, tmp_path: Path) -> None:
+    """Two parts on four ranks, along another axis for each tensor; read in three, and whole."""
+    assert "saved True" in mpirun(4, PROGRAM, "save-cut", tmp_path, 2).stdout
+    for ranks in (3, 1):
+        output = mpirun(ranks, PROGRAM, "load-cut", tmp_path).stdout
+        assert float(output.split()[-1]) < {3: 0.99, 1: 1.01}[ranks], output  # in units of the state; blocks of 1 MiB
+    assert verify_checkpoint(CheckpointStore(tmp_path), 1).problems == ()
 
 
 def swap(one: Path, other: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE
-from hpctrain.checkpoint.exports.weights import Selection, model_weights, write_safetensors
+from hpctrain.checkpoint.exports.weights import Selection, model_weights, under_names, write_safetensors
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 
@@ -39,8 +39,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         raise UserError(f"{like} holds the weights that were fine-tuned", "choose another --output")
     arrays, dtypes = model_weights(loaded, selection)
     if selection.trainable_only:
-        arrays = {adapter_name(name): value for name, value in arrays.items()}
-        dtypes = {adapter_name(name): value for name, value in dtypes.items()}
+        arrays, dtypes = under_names(arrays, dtypes, {adapter_name(name): name for name in arrays})
     path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.conversion import converted
 from hpctrain.errors import UserError
+from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved
 
 DOWN = re.compile(r"(?P<layer>.+)\.lora_A(?P<rest>(\.[^.]+)?(\.weight)?)")
 """As PEFT names the first matrix of an adapter, and a layer of one's own may."""
@@ -23,13 +26,21 @@ REPLACED = ".original_module."
 """Stands in the name of what such a weight takes the place of."""
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """Names of the matrices that adapt a weight."""
+
+    down: str
+    up: str
+
+
 def merge_lora(
-    arrays: dict[str, NDArray[Any]], dtypes: dict[str, str], alpha: float
-) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float
+) -> tuple[SavedArrays, dict[str, str]]:
     """Weights under the names that the model has without adapters: ``X.base_layer.weight`` becomes ``X.weight``.
 
     Args:
-        arrays: ``X.base_layer.weight`` (out, in), ``X.lora_A`` (rank, in), ``X.lora_B`` (out, rank), both also with
+        weights: ``X.base_layer.weight`` (out, in), ``X.lora_A`` (rank, in), ``X.lora_B`` (out, rank), both also with
             ``.weight`` or an adapter's name and ``.weight`` behind; and weights without an adapter.
         dtypes: logical types.
         alpha: the sum is ``base_layer + alpha / rank * lora_B @ lora_A``.
@@ -37,21 +48,20 @@ def merge_lora(
     Raises:
         UserError: there is no adapter, there are several for one weight, or one is of another kind.
     """
+    arrays = as_saved(weights)
     pairs = {match["layer"]: match for name in arrays if (match := DOWN.fullmatch(name))}
     if not pairs:
         raise UserError("there is no LoRA adapter in it: no name holds .lora_A", "export it without --merge-lora")
-    merged, used = dict(arrays), set()
+    adapters: dict[str, Adapter] = {}
     for layer, match in pairs.items():
         down, up, base = match[0], f"{layer}.lora_B{match['rest']}", f"{layer}{FROZEN}weight"
         if up not in arrays or base not in arrays:
             raise UserError(f"{down} has no {base if up in arrays else up} beside it", "name the layers as PEFT does")
-        shapes = arrays[base].shape, (arrays[up].shape[0], *arrays[down].shape[1:])
-        if arrays[down].ndim != 2 or shapes[0] != shapes[1]:
+        tall, wide = arrays.shape_of(up), arrays.shape_of(down)
+        if len(wide) != 2 or arrays.shape_of(base) != (tall[0], *wide[1:]):
             raise UserError(f"{down} does not adapt a linear layer", "merge it in Python, with PEFT's merge_and_unload")
-        factors = [converted(arrays[name], dtypes[name], "float32") for name in (base, up, down)]
-        total = factors[0] + np.float32(alpha / len(arrays[down])) * (factors[1] @ factors[2])
-        merged[base] = converted(total, "float32", dtypes[base])
-        used |= {down, up}
+        adapters[base] = Adapter(down, up)
+    used = {name for adapter in adapters.values() for name in (adapter.down, adapter.up)}
     left = [name for name in arrays if ".lora_" in name and name not in used]
     if left:
         raise UserError(
@@ -63,4 +73,38 @@ def merge_lora(
         for name in arrays
         if name not in used and REPLACED not in name
     }
-    return {new: merged[old] for old, new in names.items()}, {new: dtypes[old] for old, new in names.items()}
+    merged = MergedArrays(arrays, dtypes, adapters, alpha)
+    return DerivedArrays({new: (merged, old) for old, new in names.items()}), {
+        new: dtypes[old] for old, new in names.items()
+    }
+
+
+class MergedArrays(DerivedArrays):
+    """Weights to which adapters are added as they are read."""
+
+    def __init__(
+        self, arrays: SavedArrays, dtypes: Mapping[str, str], adapters: Mapping[str, Adapter], alpha: float
+    ) -> None:
+        super().__init__({name: (arrays, name) for name in arrays})
+        self.arrays = arrays
+        self.dtypes = dtypes
+        self.adapters = adapters
+        self.alpha = alpha
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        shape = self.shape_of(name)
+        return self.part(name, (0,) * len(shape), shape)
+
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+        own = self.arrays.part(name, begin, shape)
+        if name not in self.adapters:
+            return own
+        adapter = self.adapters[name]
+        rank, _ = self.arrays.shape_of(adapter.down)
+        up = self.arrays.part(adapter.up, (begin[0], 0), (shape[0], rank))
+        down = self.arrays.part(adapter.down, (0, begin[1]), (rank, shape[1]))
+        product = converted(up, self.dtypes[adapter.up], "float32") @ converted(
+            down, self.dtypes[adapter.down], "float32"
+        )
+        total = converted(own, self.dtypes[name], "float32") + np.float32(self.alpha / rank) * product
+        return converted(total, "float32", self.dtypes[name])

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, MAX_BYTES, MAX_DIMENSIONS, DamagedCheckpoint, TensorSpec
+from hpctrain.checkpoint.format.layout import (
+    ITEM_TYPES,
+    MAX_BYTES,
+    MAX_DIMENSIONS,
+    DamagedCheckpoint,
+    Piece,
+    StoredPiece,
+    TensorSpec,
+    rows_of,
+    whole,
+)
+from hpctrain.checkpoint.format.shard_reading import read_part
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
+from hpctrain.checkpoint.patience import patiently
+from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
 
 CODES = {
     "BOOL": "bool",
@@ -29,30 +43,55 @@ CODES = {
     "F32": "float32",
     "F64": "float64",
 }
+BLOCK_BYTES = 4 << 20
+"""Of an array, held at a time."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 
-def encode(arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], metadata: Mapping[str, str]) -> list[bytes]:
-    """The file as parts to be written in a row. ``dtypes`` are logical types. Raises KeyError for complex numbers."""
+def encode(
+    arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], metadata: Mapping[str, str]
+) -> Iterator[bytes]:
+    """The file in parts to be written in a row, each made when it is asked for; arrays are read by rows.
+
+    Args:
+        arrays: by name; bfloat16 as uint16.
+        dtypes: logical types. KeyError is raised for complex numbers.
+        metadata: texts by name.
+    """
     code_of = {name: code for code, name in CODES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
-    for name, array in arrays.items():
-        end = position + array.nbytes
-        header[name] = {"dtype": code_of[dtypes[name]], "shape": list(array.shape), "data_offsets": [position, end]}
+    source = as_saved(arrays)
+    tensors = [TensorSpec(name, source.shape_of(name), dtypes[name]) for name in source]
+    for tensor in tensors:
+        end = position + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": code_of[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = to_json(header)
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())]
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        for piece in blocks_of_rows(tensor):
+            yield source.part(tensor.name, piece.box.begin, piece.box.shape).tobytes()
 
 
-def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Arrays (bfloat16 as uint16) and logical types by name.
+def blocks_of_rows(tensor: TensorSpec) -> Iterator[Piece]:
+    """A tensor in parts of some MB, or of one row."""
+    for first, count in runs_of_rows(tensor.shape or (1,), tensor.row_bytes, BLOCK_BYTES):
+        yield rows_of(tensor, first, count)
+
+
+def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
+    """Arrays (bfloat16 as uint16), which are read when they are asked for, and logical types by name.
 
     Raises:
         DamagedCheckpoint: it is not a safetensors file.
-        UnreadableCheckpoint: it cannot be read now.
+        UnreadableCheckpoint: it cannot be read now; also when arrays are read.
     """
     with reading(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         size = os.fstat(descriptor).st_size
@@ -60,8 +99,7 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise DamagedCheckpoint(f"{path} is not a safetensors file", "give a .safetensors file")
         header = Reader(parse_json(file.read(length), str(path)), str(path))
-        data = np.fromfile(file, dtype=np.uint8)
-    arrays, dtypes = {}, {}
+    first, pieces = 8 + length, {}
     for name in header.value:
         if name == "__metadata__":
             continue
@@ -70,10 +108,47 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         if code not in CODES:
             entry.fail(f"unknown type {code[:50]!r}")
         shape = tuple(entry.in_range(axis, 0, MAX_BYTES, "a length") for axis in entry.get("shape", list, "a list"))
-        offsets = [entry.in_range(at, 0, data.size, "an offset") for at in entry.get("data_offsets", list, "a list")]
+        ends = [entry.in_range(at, 0, size - first, "an offset") for at in entry.get("data_offsets", list, "a list")]
         tensor = TensorSpec(name, shape, CODES[code])
-        if len(shape) > MAX_DIMENSIONS or len(offsets) != 2 or offsets[1] - offsets[0] != tensor.num_bytes:
+        if len(shape) > MAX_DIMENSIONS or len(ends) != 2 or ends[1] - ends[0] != tensor.num_bytes:
             entry.fail("shape and data_offsets do not agree")
-        arrays[name] = data[offsets[0] : offsets[1]].view(ITEM_TYPES[tensor.dtype]).reshape(shape)
-        dtypes[name] = tensor.dtype
-    return arrays, dtypes
+        pieces[name] = StoredPiece(whole(tensor), first + ends[0], BLOCK_BYTES, None)
+    arrays = FileArrays(path, pieces)
+    return arrays, {name: stored.piece.tensor.dtype for name, stored in pieces.items()}
+
+
+class FileArrays(SavedArrays):
+    """Arrays in a file, each in one piece; it is opened when one is asked for."""
+
+    def __init__(self, path: Path, pieces: Mapping[str, StoredPiece]) -> None:
+        self.path = path
+        self.pieces = pieces
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        shape = self.shape_of(name)
+        return self.part(name, (0,) * len(shape), shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pieces)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.pieces
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.pieces[name].piece.tensor.shape
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        return ITEM_TYPES[self.pieces[name].piece.tensor.dtype]
+
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+        require_inside(name, begin, shape, self.shape_of(name))
+        return patiently(lambda: self._read_once(name, Box(begin, shape)))
+
+    def _read_once(self, name: str, wanted: Box) -> NDArray[Any]:
+        with reading(self.path) as descriptor:
+            out = np.empty(wanted.shape, self.dtype_of(name))
+            read_part(descriptor, self.pieces[name], wanted, out)
+        return out

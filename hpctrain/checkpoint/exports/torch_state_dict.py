@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.exports.weights import WHOLE, Selection, model_weights, write_whole
+from hpctrain.checkpoint.exports.weights import WHOLE, Selection, model_weights, replace_whole
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.train.tree import put_together
@@ -21,12 +21,10 @@ EXTRA = "held/model/extra/"
 def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
     """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
     arrays, dtypes = model_weights(loaded, selection)
-    state: dict[str, Any] = {name: tensor_of(np.array(array), dtypes[name]) for name, array in arrays.items()}
+    state: dict[str, Any] = {name: tensor_of(np.array(arrays[name]), dtypes[name]) for name in arrays}
     if not selection.trainable_only:
         state |= extra_state(loaded)
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_whole(path, [buffer.getvalue()])
+    replace_whole(path, partial(torch.save, state))
 
 
 def extra_state(loaded: Loaded) -> dict[str, Any]:

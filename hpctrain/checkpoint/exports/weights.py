@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.lora import merge_lora
@@ -15,13 +12,14 @@ from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
+from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays
 
 MODEL = "model/"
 """Prefix of the model's parameters and buffers in a checkpoint."""
 AVERAGE = "ema/"
 """Prefix of moving averages of parameters."""
-Weights = tuple[dict[str, NDArray[Any]], dict[str, str]]
-"""Arrays (bfloat16 as uint16) and logical types, by name."""
+Weights = tuple[SavedArrays, dict[str, str]]
+"""Arrays (bfloat16 as uint16), read when they are asked for, and logical types, by name."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,22 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
         trained = trained_names(loaded, source)
         source = {name: full for name, full in source.items() if name in trained}
     weights: Weights = (
-        {name: loaded.arrays[full] for name, full in source.items()},
+        DerivedArrays({name: (loaded.arrays, full) for name, full in source.items()}),
         {name: loaded.dtypes[full] for name, full in source.items()},
     )
     if selection.lora_alpha is not None:
         weights = merge_lora(*weights, selection.lora_alpha)
     if selection.rename:
-        arrays, dtypes = weights
-        where = str(loaded.path)
-        weights = renamed(arrays, selection.rename, where), renamed(dtypes, selection.rename, where)
+        weights = under_names(
+            *weights, renamed({name: name for name in weights[0]}, selection.rename, str(loaded.path))
+        )
     return weights
+
+
+def under_names(arrays: SavedArrays, dtypes: Mapping[str, str], names: Mapping[str, str]) -> Weights:
+    """Weights by other names, given the old one of each."""
+    places = {new: (arrays, old) for new, old in names.items()}
+    return DerivedArrays(places), {new: dtypes[old] for new, old in names.items()}
 
 
 def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
@@ -94,7 +98,7 @@ def export_safetensors(loaded: Loaded, path: Path, selection: Selection = WHOLE)
     write_safetensors(*model_weights(loaded, selection), loaded.step, path)
 
 
-def write_safetensors(arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], step: int, path: Path) -> None:
+def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, path: Path) -> None:
     """The same, of weights by name."""
     complex_name = next((name for name, dtype in dtypes.items() if dtype.startswith("complex")), None)
     if complex_name:

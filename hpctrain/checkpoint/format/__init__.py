@@ -1,4 +1,6 @@
-"""The format of a checkpoint, as docs/checkpoints.md describes it: values, manifest, shards, durable files.
+"""The format of a checkpoint, as docs/checkpoints.md describes it: layout, manifest, shards, durable files.
+
+``manifest`` and ``shard_index`` tell what shards hold; ``shard`` writes them and ``shard_reading`` reads parts of them.
 
 The names below are for other rooms; each is imported when it is first used.
 """

@@ -1,4 +1,4 @@
-"""CRC-32 of a file and of the parts of it, with each byte read once.
+"""CRC-32 of the parts of a file, from sums of blocks that do not begin where the parts do.
 
 A CRC is the remainder of a polynomial over GF(2). Appending n bytes multiplies it by x ** (8 * n); so the sum of a
 whole is that of its parts, each multiplied by what stands behind it, added up (which is exclusive or).
@@ -26,16 +26,16 @@ ONE = np.uint32(1 << 31)
 
 
 class Checksums:
-    """CRC-32 of a buffer and of parts of it, from blocks that are summed up in any order, by any thread.
+    """CRC-32 of parts of a buffer, from blocks that are summed up in any order, by any thread.
 
     Args:
         buffer: bytes, 1-dimensional, contiguous.
-        extents: (offset, length) of the parts, ascending, without overlap.
+        extents: (offset, length) of the parts, ascending, without overlap, none of them empty.
         block_bytes: size of a block.
     """
 
     def __init__(self, buffer: NDArray[np.uint8], extents: Sequence[tuple[int, int]], block_bytes: int) -> None:
-        parts = np.array([extent for extent in extents if extent[1]], dtype=np.int64).reshape(-1, 2)
+        parts = np.array(extents, dtype=np.int64).reshape(-1, 2)
         blocks = np.arange(0, buffer.size + block_bytes, block_bytes).clip(max=buffer.size)
         cuts = np.unique(np.concatenate([blocks, parts[:, 0], parts.sum(axis=1)]))
         self.view = buffer.data
@@ -43,29 +43,27 @@ class Checksums:
         self.sums = [0] * (len(self.cuts) - 1)
         self.first = np.searchsorted(cuts, blocks).tolist()
         """Number of the first segment of each block, and of all segments."""
-        self.spans = np.stack([np.searchsorted(cuts, parts[:, 0]), np.searchsorted(cuts, parts.sum(axis=1))], axis=1)
-        """First segment of each part that is not empty, and the one behind its last."""
-        self.is_part = np.array([length > 0 for _, length in extents], dtype=bool)
-        self.shift_in_whole = shift(buffer.size - cuts[1:])
-        ends = np.repeat(parts.sum(axis=1), np.diff(self.spans)[:, 0])
-        self.of_parts = np.concatenate([np.arange(*span) for span in self.spans] or [np.arange(0)])
+        spans = np.stack([np.searchsorted(cuts, parts[:, 0]), np.searchsorted(cuts, parts.sum(axis=1))], axis=1)
+        lengths = np.diff(spans)[:, 0]
+        ends = np.repeat(parts.sum(axis=1), lengths)
+        self.of_parts = np.concatenate([np.arange(*span) for span in spans] or [np.arange(0)])
+        """Segments that lie in a part, in order."""
         self.shift_in_part = shift(ends - cuts[self.of_parts + 1])
-        self.begins = np.concatenate([[0], np.diff(self.spans)[:, 0].cumsum()])[:-1]
+        self.begins = lengths.cumsum() - lengths
+        """Of each part, among those segments."""
 
     def add(self, block: int, begin: int, end: int) -> None:
         """Sums up the block of this number, which lies between these bytes."""
         for segment in range(self.first[block], self.first[block + 1]):
             self.sums[segment] = crc32(self.view[self.cuts[segment] : self.cuts[segment + 1]])
 
-    def result(self) -> tuple[int, list[int]]:
-        """The sum of the buffer and the sums of the parts, of blocks all of which were added."""
-        sums = np.array(self.sums, dtype=np.uint32)
-        whole = np.bitwise_xor.reduce(multiply(sums, self.shift_in_whole))
-        of_parts = np.zeros(self.is_part.size, dtype=np.uint32)
-        if self.begins.size:
-            shifted = multiply(sums[self.of_parts], self.shift_in_part)
-            of_parts[self.is_part] = np.bitwise_xor.reduceat(shifted, self.begins)
-        return int(whole), of_parts.tolist()
+    def result(self) -> list[int]:
+        """The sums of the parts, of blocks all of which were added."""
+        if not self.begins.size:
+            return []
+        sums = np.array(self.sums, dtype=np.uint32)[self.of_parts]
+        found: list[int] = np.bitwise_xor.reduceat(multiply(sums, self.shift_in_part), self.begins).tolist()
+        return found
 
 
 def shift(num_bytes: NDArray[np.int64]) -> Polynomials:

@@ -47,9 +47,25 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_block(descriptor: int, view: memoryview, begin: int, end: int) -> None:
-    """Writes bytes to where they belong in a file."""
-    while begin < end:
-        begin += os.pwrite(descriptor, view[begin : min(end, begin + BLOCK_BYTES)], begin)
+    """Writes bytes of a file's image to where they belong in the file."""
+    write_at(descriptor, view[begin:end], begin)
+
+
+def write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    """Writes bytes to a place in a file."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done : done + BLOCK_BYTES], offset + done)
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fills memory with the bytes at a place in a file. Raises OSError if it ends before."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done : done + BLOCK_BYTES]], offset + done)
+        if count == 0:
+            raise OSError(f"the file ends after {offset + done} bytes")
+        done += count
 
 
 def make_durable_folder(path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.errors import Code, RunFailed, UserError
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_FILE = "manifest.json"
 TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+(/[^/\x00-\x1f\x7f\ud800-\udfff]+)*")
 MAX_NAME = 1000
@@ -87,45 +88,62 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows of a tensor that one shard holds: one contiguous HDF5 dataset, named as the tensor."""
+    """The part of a tensor that one shard holds: one contiguous HDF5 dataset, named as the tensor."""
 
     tensor: TensorSpec
-    first_row: int
-    rows: int
+    box: Box
+    """Where it lies in the tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the dataset."""
-        return (self.rows, *self.tensor.shape[1:]) if self.tensor.shape else ()
+        return self.box.shape
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the dataset."""
-        return self.rows * self.tensor.row_bytes
+        return self.box.size * ITEM_TYPES[self.tensor.dtype].itemsize
 
-    @property
-    def whole(self) -> bool:
-        """The tensor is not split."""
-        return self.rows == self.tensor.rows
+
+def rows_of(tensor: TensorSpec, first: int, count: int) -> Piece:
+    """Rows of a tensor; of a scalar, its only one."""
+    if not tensor.shape:
+        return whole(tensor)
+    return Piece(tensor, Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:])))
+
+
+def whole(tensor: TensorSpec) -> Piece:
+    """All of a tensor."""
+    return Piece(tensor, everything(tensor.shape))
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece, where its bytes begin in the shard, and their CRC-32."""
+    """A piece, where its bytes begin in the shard, and the CRC-32 of each block of them."""
 
     piece: Piece
     offset: int
-    crc32: int
+    block_bytes: int
+    """Of each block but the last; a multiple of every item's size."""
+    crc32: tuple[int, ...] | None
+    """None if the file holds no checksums: it is of another format."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One HDF5 file: its size, the CRC-32 of all its bytes, and the pieces in it."""
+    """One file: HDF5 up to ``hdf5_bytes``, and the shard's index behind that."""
 
     file: str
     num_bytes: int
+    hdf5_bytes: int
     crc32: int
+    """Of the HDF5 bytes between the pieces, in a row; in format 1, which has no index, of all bytes of the file."""
     pieces: tuple[StoredPiece, ...]
+
+    @property
+    def has_index(self) -> bool:
+        """Whether it is of format 2."""
+        return self.hdf5_bytes < self.num_bytes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from threading import Condition
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.files import created, write_block
+from hpctrain.checkpoint.format.files import created, write_at, write_block
 from hpctrain.errors import HpctrainError
 
 THREADS = 2
@@ -41,6 +41,7 @@ def write_paced(
     data: NDArray[np.uint8],
     visit: Callable[[int, int, int], None] = lambda index, begin, end: None,
     is_dropped: Callable[[], bool] = lambda: False,
+    ending: Callable[[], bytes] = bytes,
 ) -> None:
     """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``.
 
@@ -49,13 +50,14 @@ def write_paced(
         data: its bytes.
         visit: called once for each block as visit(index, begin, end), by any thread, before the block is written.
         is_dropped: asked again and again; once it says so, the file is left unfinished.
+        ending: gives what is appended, when all blocks were visited and written.
 
     Raises:
         OSError: it cannot be written.
         Dropped: see ``is_dropped``.
     """
     with created(path) as descriptor, ThreadPoolExecutor(threads(data.size), "checkpoint-write") as workers:
-        PacedWrite(descriptor, data, visit, is_dropped).run(workers)
+        PacedWrite(descriptor, data, visit, is_dropped).run(workers, ending)
 
 
 def threads(num_bytes: int) -> int:
@@ -89,8 +91,8 @@ class PacedWrite:
         self.over = False
         """No further block is to be begun."""
 
-    def run(self, workers: ThreadPoolExecutor) -> None:
-        """Syncs what the workers write, until all of it is durable."""
+    def run(self, workers: ThreadPoolExecutor, ending: Callable[[], bytes]) -> None:
+        """Syncs what the workers write, until all of it and the ending are durable."""
         futures = [workers.submit(self._work) for _ in range(threads(self.size))]
         try:
             while self._await_bytes():
@@ -99,6 +101,7 @@ class PacedWrite:
             self._end()
             for future in futures:
                 future.result()
+        write_at(self.descriptor, memoryview(ending()), self.size)
         os.fsync(self.descriptor)
 
     def _work(self) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec, rows_of
 
 SPLIT_BYTES = 1 << 20
 """Tensors from this size are split by rows; smaller ones go to one writer."""
@@ -47,5 +47,5 @@ def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: 
         end = last[1] if index == last[0] else tensors[index].rows
         empty = tensors[index].rows == 0 and index < last[0]
         if end > begin or empty:
-            pieces.append(Piece(tensors[index], begin, end - begin))
+            pieces.append(rows_of(tensors[index], begin, end - begin))
     return pieces

@@ -1,10 +1,9 @@
-"""One shard: an image of the HDF5 file in memory, filled in place, written and read in large blocks.
+"""One shard to be written: an image of the HDF5 file in memory, filled in place, written in large blocks.
 
 h5py makes the skeleton once: contiguous datasets, allocated at creation and never filled, so that every byte of the
 file is either metadata, which stays the same from save to save, or lies at a known offset. Values are copied to their
 offsets and the image is written as a whole: no call into the library, and no lock of it, while training continues.
-Reading needs only the offsets in the manifest, after the checksum over all bytes: libhdf5 never parses a file that
-could be damaged.
+The shard's index, which HDF5 does not know of, is appended.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,15 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format import files
+from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.checksum import Checksums, crc32
-from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Piece, Shard
-from hpctrain.checkpoint.format.manifest import piece_text, shard_text
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, Piece
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, write_paced
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used where they lie in the image."""
+SUMMED_BYTES = 1 << 20
+"""Bytes of a piece that have a checksum: the least that a reader verifies, and so reads, of a large one."""
 METADATA_BLOCK_BYTES = 1 << 16
 PAGE_BYTES = 512
 """Of a file under construction: metadata of a few hundred bytes lies between the tensors."""
@@ -160,8 +159,11 @@ class ShardImage:
             view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
         ]
         self.extents = [(offset, piece.num_bytes) for offset, piece in layout]
-        self.sums = Checksums(self.buffer, self.extents, BLOCK_BYTES)
-        self.texts = [piece_text(piece, offset) for offset, piece in layout]
+        blocks = [blocks_of(extent, SUMMED_BYTES) for extent in self.extents]
+        self.num_blocks = [len(each) for each in blocks]
+        self.sums = Checksums(self.buffer, [block for each in blocks for block in each], BLOCK_BYTES)
+        self.between = crc32(b"".join(bytes(self.buffer[slice(*gap)]) for gap in gaps(self.extents, plan.num_bytes)))
+        self.texts = [shard_index.piece_text(piece, offset) for offset, piece in layout]
 
     def first_not_finite(self, names: Collection[str]) -> str | None:
         """The first tensor among these that holds a NaN or infinity here."""
@@ -170,15 +172,36 @@ class ShardImage:
                 return piece.tensor.name
         return None
 
-    def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False) -> bytes:
-        """Writes a new file, durably, and sums it up meanwhile; returns its entry of the manifest.
+    def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False) -> None:
+        """Writes a new file, durably; it is summed up meanwhile.
 
         Raises:
             OSError, Dropped: see ``write_paced``.
         """
-        write_paced(path, self.buffer, self.sums.add, is_dropped)
-        whole, sums = self.sums.result()
-        return shard_text(path.name, self.buffer.size, whole, self.texts, sums)
+        write_paced(path, self.buffer, self.sums.add, is_dropped, lambda: self._index(path.name))
+
+    def _index(self, file: str) -> bytes:
+        """What stands behind the HDF5 bytes, when all of them are summed up."""
+        texts = (f"{crc:08x}" for crc in self.sums.result())
+        sums = ["".join(islice(texts, count)) for count in self.num_blocks]
+        text = shard_index.shard_text(file, self.buffer.size, self.between, SUMMED_BYTES, self.texts, sums)
+        return shard_index.framed(text, self.buffer.size)
+
+
+def blocks_of(extent: tuple[int, int], block_bytes: int) -> list[tuple[int, int]]:
+    """(offset, length) of the blocks of a piece, from those of the piece; none of an empty one."""
+    offset, length = extent
+    return [(offset + at, min(block_bytes, length - at)) for at in range(0, length, block_bytes)]
+
+
+def gaps(extents: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[int, int]]:
+    """(begin, end) of what is left of so many bytes between (offset, length) of pieces, in ascending order."""
+    found, position = [], 0
+    for offset, length in extents:
+        if length:
+            found.append((position, offset))
+            position = offset + length
+    return [(begin, end) for begin, end in [*found, (position, num_bytes)] if begin < end]
 
 
 def view_of(buffer: NDArray[np.uint8], piece: Piece, offset: int) -> NDArray[Any]:
@@ -193,53 +216,3 @@ def all_finite(values: NDArray[Any], dtype: str) -> bool:
     with np.errstate(all="ignore"):  # a sum reads as fast as memory gives, and hides neither NaN nor infinity
         total = np.add.reduce(values, axis=None, dtype=np.float32 if dtype == "float16" else None)
     return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
-
-
-def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
-    """All bytes of a shard, after their checksum.
-
-    Raises:
-        DamagedCheckpoint: the file is missing, a link, of another size, or not what was once written.
-        UnreadableCheckpoint: it cannot be read now, or does not fit into memory.
-    """
-    path = folder / shard.file
-    with reading(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size != shard.num_bytes:
-            raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
-        buffer, crc = read_all(descriptor, size)
-    if crc != shard.crc32:
-        raise DamagedCheckpoint(f"{path} is damaged: {damage(buffer, shard)}")
-    return buffer
-
-
-def read_all(descriptor: int, size: int) -> tuple[NDArray[np.uint8], int]:
-    """A file's bytes and their CRC-32, summed by another thread while the next block is read."""
-    buffer = np.empty(size, dtype=np.uint8)
-    view = buffer.data
-    position = crc = 0
-
-    def add(part: memoryview) -> None:
-        nonlocal crc
-        crc = crc32(part, crc)
-
-    with ThreadPoolExecutor(1, "checksum") as helper:
-        while position < size:
-            count = os.preadv(descriptor, [view[position : position + files.BLOCK_BYTES]], position)
-            if count == 0:
-                raise OSError(f"the file ends after {position} of {size} bytes")
-            helper.submit(add, view[position : position + count])
-            position += count
-    return buffer, crc
-
-
-def damage(buffer: NDArray[np.uint8], shard: Shard) -> str:
-    """Which tensors of a shard are not what they were."""
-    view = buffer.data
-    names = [
-        stored.piece.tensor.name
-        for stored in shard.pieces
-        if crc32(view[stored.offset : stored.offset + stored.piece.num_bytes]) != stored.crc32
-    ]
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"the checksum of {listed or 'the bytes between the tensors'} does not match"

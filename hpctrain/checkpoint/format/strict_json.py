@@ -84,4 +84,9 @@ class Reader:
 
 def is_crc32(value: Any) -> bool:
     """Whether a value is 8 hex digits."""
-    return type(value) is str and len(value) == 8 and not value.strip("0123456789abcdef")
+    return is_hex(value, 8)
+
+
+def is_hex(value: Any, digits: int) -> bool:
+    """Whether a value is a string of so many hex digits."""
+    return type(value) is str and len(value) == digits and not value.strip("0123456789abcdef")

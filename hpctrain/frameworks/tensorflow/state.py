@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import digest as digest_of
-from hpctrain.train.state import Placement
+from hpctrain.train.state import Cut, Placement
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class VariableTensor:
     variable: tf.Variable
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,10 +46,14 @@ class VariableTensor:
         value = np.asarray(self.variable.read_value())
         return value.view(np.uint16) if self.variable.dtype == tf.bfloat16 else value
 
-    def assign(self, value: NDArray[Any]) -> None:
+    def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
         """Takes over a host array as ``copy_into`` gives it."""
         native = self.variable.dtype.as_numpy_dtype
-        self.variable.assign(np.asarray(value).view(native) if self.variable.dtype == tf.bfloat16 else value)
+        items = np.asarray(value).view(native) if self.variable.dtype == tf.bfloat16 else value
+        if value.shape == self.shape:
+            self.variable.assign(items)
+        else:
+            self.variable[first_row : first_row + len(value)].assign(items)
 
 
 def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list[VariableTensor]:

@@ -48,6 +48,7 @@ from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, StepResult, Sums
 from hpctrain.train.metrics import Meter, Seen
+from hpctrain.train.saved_arrays import DerivedArrays, as_saved
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, StateTensor
@@ -299,7 +300,8 @@ class TorchFramework:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
-        arrays = {plain_name(name): array for name, array in arrays.items()}  # 0.2 saved the names of compiled models
+        saved = as_saved(arrays)
+        arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved those of compiled ones
         load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)

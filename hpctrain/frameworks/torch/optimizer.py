@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.errors import UserError
+from hpctrain.frameworks.named_state import load_tensors
 from hpctrain.frameworks.torch.state import NUMBER, TorchTensor, tensor_of
+from hpctrain.train.saved_arrays import SavedArrays, as_saved
 from hpctrain.train.state import ArrayTensor, StateTensor
 
 Group = dict[str, Any]
@@ -133,12 +135,12 @@ class OptimizerState:
 
         State is put into the mappings that are there, since parts may share them.
         """
-        found: dict[str, dict[str, NDArray[Any]]] = {}
-        for key, value in arrays.items():
+        found: dict[str, dict[str, str]] = {}
+        for key in arrays:
             kind, _, rest = key.partition("/")
             slot, _, parameter_name = rest.partition("/")
             if kind == "optimizer":
-                found.setdefault(parameter_name, {})[slot] = value
+                found.setdefault(parameter_name, {})[slot] = key
         states: list[Any] = []
         for part in self.parts:
             state = part.optimizer.state
@@ -146,16 +148,17 @@ class OptimizerState:
                 states.append(state)
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
-                        slots = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
-                        put_slots(state, group, parameter, slots)
+                        names = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
+                        put_slots(state, group, parameter, names, as_saved(arrays))
         for name, index, group in groups_of(self.parts):
-            for full, array in arrays.items():
+            for full in arrays:
                 kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
                 if kind == f"{NUMBER}/{index}":
-                    group[key] = type(group[key])(array) if key in group else array.item()
+                    number = arrays[full]
+                    group[key] = type(group[key])(number) if key in group else number.item()
                 elif kind == f"/{index}":
                     device = group[key].device if key in group else group["params"][0].device
-                    group[key] = tensor_of(array).to(device)
+                    group[key] = tensor_of(arrays[full]).to(device)
 
     def to_device(self) -> None:
         """Moves state that is there from the start (Adagrad's) to where its parameters are."""
@@ -189,35 +192,39 @@ def refuse_strangers(optimizer: Optimizer) -> None:
             )
 
 
-def of_part(slots: Mapping[str, NDArray[Any]], part: Part, parts: Sequence[Part]) -> dict[str, NDArray[Any]]:
-    """Those slots of a parameter that are one part's, by their own names."""
+def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict[str, str]:
+    """Those slots of a parameter that are one part's, by their own names, and the name of each in what was saved."""
     others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
-    mine = {name: array for name, array in slots.items() if name.startswith(part.prefix)}
+    mine = {name: key for name, key in slots.items() if name.startswith(part.prefix)}
     return {
-        name.removeprefix(part.prefix): array
-        for name, array in mine.items()
+        name.removeprefix(part.prefix): key
+        for name, key in mine.items()
         if not any(name.startswith(prefix) for prefix in others)
     }
 
 
-def put_slots(state: Any, group: Group, parameter: Tensor, slots: Mapping[str, NDArray[Any]]) -> None:
-    """Replaces the state of a parameter."""
+def put_slots(state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays) -> None:
+    """Replaces the state of a parameter by what is saved, of each slot under its name."""
     state.pop(parameter, None)
-    if slots:
+    if names:
         state[parameter] = {
-            slot.removesuffix(NUMBER): slot_value(slot, value, group, parameter) for slot, value in slots.items()
+            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter) for slot, name in names.items()
         }
 
 
-def slot_value(slot: str, value: NDArray[Any], group: Group, parameter: Tensor) -> Tensor | float:
+def slot_value(slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor) -> Tensor | float:
     """A slot as the optimizer keeps it."""
     if slot.endswith(NUMBER):
-        number = float(value)
+        number = float(saved[name])
         return int(number) if number.is_integer() else number
-    copy = tensor_of(value)
-    if copy.shape == parameter.shape:  # same memory format as the parameter, so that fused updates stay fast
-        copy = torch.empty_like(parameter, dtype=copy.dtype, device="cpu").copy_(copy)
-    return copy.to(device_of(slot, group, parameter))
+    shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
+    device = device_of(slot, group, parameter)
+    if shape == tuple(parameter.shape):  # same memory format as the parameter, so that fused updates stay fast
+        value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    else:
+        value = torch.empty(shape, dtype=dtype, device=device)
+    load_tensors([TorchTensor(name, value)], saved)
+    return value
 
 
 def device_of(slot: str, group: Group, parameter: Tensor) -> torch.device:

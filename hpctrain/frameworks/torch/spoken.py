@@ -123,6 +123,6 @@ class TorchLeaves(HostLeaves):
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:
     """Arrays whose names begin with a name, without it; notes them as taken."""
-    found = {full: array for full, array in arrays.items() if full.startswith(f"{name}/")}
+    found = {full: arrays[full] for full in arrays if full.startswith(f"{name}/")}
     taken.update(found)
     return {full.removeprefix(f"{name}/"): array for full, array in found.items()}

@@ -15,7 +15,7 @@ from torch.nn import Module
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.frameworks.named_state import plain_name
-from hpctrain.train.state import ArrayTensor, Placement
+from hpctrain.train.state import ArrayTensor, Cut, Placement
 
 NUMBER = ".number"
 """Ends the slot names of optimizer state that is a Python number."""
@@ -29,6 +29,7 @@ class TorchTensor:
     tensor: Tensor
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,10 +48,11 @@ class TorchTensor:
             source = source[first_row : first_row + len(out)]
         host_tensor(out, self.tensor.dtype).copy_(source, non_blocking=True)
 
-    def assign(self, value: NDArray[Any]) -> None:
+    def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
         """Takes over a host array as ``copy_into`` gives it."""
+        target = self.tensor[first_row : first_row + len(value)] if value.ndim else self.tensor
         with torch.no_grad():
-            self.tensor.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
+            target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
 
 
 def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:

@@ -8,15 +8,18 @@ import resource
 import sys
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint.hook import writers as writing_ranks
+from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
+from hpctrain.train import Cut, SavedArrays
 
 
 def arrays(value: float) -> dict[str, np.ndarray]:
@@ -145,8 +148,82 @@ def dropped(world: World, folder: Path) -> None:
         print("dropped", os.listdir(folder))
 
 
+WHOLE = {"model/up": (600, 1024), "model/down": (1024, 600), "model/embed": (5, 7, 3), "model/rest": (1, 4)}
+AXIS = {"model/up": 1, "model/down": 0, "model/embed": 2, "model/rest": 0}
+"""The axis along which each is cut."""
+
+
+def whole(name: str) -> np.ndarray:
+    """All values of a tensor that is cut."""
+    shape = WHOLE[name]
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def part_of(name: str, index: int, parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Begin and shape of one of several parts of about the same size."""
+    shape, axis = WHOLE[name], AXIS[name]
+    begin, end = shape[axis] * index // parts, shape[axis] * (index + 1) // parts
+    place = tuple(begin if each == axis else 0 for each in range(len(shape)))
+    return place, tuple(end - begin if each == axis else length for each, length in enumerate(shape))
+
+
+def save_cut(world: World, folder: Path, parts: str) -> None:
+    """Ranks hold parts, several ranks the same one if there are fewer parts; beside tensors that are equal on all."""
+    count = int(parts)
+    store = CheckpointStore(folder, group=world.everyone)
+    saver = open_saver(store)
+    parts_here = {}
+    for name in WHOLE:
+        begin, shape = part_of(name, world.rank % count, count)
+        slices = tuple(slice(first, first + length) for first, length in zip(begin, shape, strict=True))
+        cut = Cut(WHOLE[name], begin, world.rank // count, world.size // count)
+        parts_here[name] = (whole(name)[slices], cut)
+    saver.begin(array_tensors({"model/bias": np.arange(9.0)}, own(world.rank, 1), parts_here), 1, {})
+    saver.finish().path_or_raise()
+    wrong = Cut((8, 2), (0, 0))  # all ranks say that they hold the first rows
+    saver.begin(array_tensors({}, {}, {"model/w": (np.ones((4, 2)), wrong)}), 2, {})
+    outcome = saver.finish()
+    assert outcome.error and "model/w: parts overlap" in outcome.error, outcome
+    saver.close()
+    store.close()
+    assert store.steps() == [1]
+    if world.rank == 0:
+        sizes = [entry.stat().st_size for entry in sorted((folder / "step-000000001").glob("*.h5"))]
+        print("saved", max(sizes) - min(sizes) < 100_000)
+
+
+def load_cut(world: World, folder: Path) -> None:
+    """Each rank reads another part than any rank saved, and no more bytes than that."""
+    read, real = [0], os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int, flags: int = 0) -> int:
+        count = real(descriptor, views, offset, flags)
+        read[0] += count
+        return count
+
+    def use(loaded: Loaded) -> dict[str, np.ndarray]:
+        arrays = loaded.arrays
+        assert isinstance(arrays, SavedArrays)
+        os.preadv, read[0] = preadv, 0
+        for name in WHOLE:
+            begin, shape = part_of(name, world.rank, world.size)
+            slices = tuple(slice(first, first + length) for first, length in zip(begin, shape, strict=True))
+            np.testing.assert_array_equal(arrays.part(name, begin, shape), whole(name)[slices])
+        os.preadv = real
+        return {"model/bias": arrays["model/bias"]}
+
+    store = CheckpointStore(folder, group=world.everyone)
+    loaded = store.load_into(use)
+    assert loaded.arrays["model/bias"].tolist() == list(range(9))
+    for name in WHOLE:
+        np.testing.assert_array_equal(store.load().arrays[name], whole(name))
+    total = sum(whole(name).nbytes for name in WHOLE)
+    most = world.everyone.allgather(read[0], "compare what was read")
+    if world.rank == 0:
+        print("read", max(most) / total)
+
+
 if __name__ == "__main__":
     mode, path, *rest = sys.argv[1:]
-    {"save": save, "load": load, "limited": limited, "full": full, "dropped": dropped}[mode](
-        connect(), Path(path), *rest
-    )
+    modes = {"save": save, "load": load, "limited": limited, "full": full, "dropped": dropped}
+    (modes | {"save-cut": save_cut, "load-cut": load_cut})[mode](connect(), Path(path), *rest)

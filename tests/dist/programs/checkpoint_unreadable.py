@@ -21,7 +21,10 @@ if __name__ == "__main__":
     if rank in ("all", str(world.rank)):
         FileServer(errno.EIO, where, "open", times=math.inf).install(pytest.MonkeyPatch())
     try:
-        loaded = CheckpointStore(folder, group=world.everyone).load()
+        store = CheckpointStore(folder, group=world.everyone)
+        loaded = store.load()
+        parts = store.load_into(lambda one: {"rows": one.arrays.part("model/large", (world.rank, 0), (2998, 1))})
+        assert (parts.arrays["rows"] == loaded.arrays["model/large"][world.rank :][:2998, :1]).all()
         print(f"rank {world.rank} loaded {loaded.step} {len(loaded.rejected)}", flush=True)
     except HpctrainError as error:
         print(f"rank {world.rank} ends with {error.exit_code:d}: {error.what}", flush=True)

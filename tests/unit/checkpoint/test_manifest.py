@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import manifest as module
+from hpctrain.checkpoint.format import shard_index
+from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, Manifest, Piece, Shard, StoredPiece, TensorSpec
 from hpctrain.errors import UserError
 
-WEIGHT = TensorSpec("model/weight", (4, 2), "float32")
+WEIGHT = TensorSpec("model/weight", (4, 200, 2), "float32")
 STATE = TensorSpec("rng/state", (3,), "uint8", rank=1)
+COUNT = TensorSpec("count", (), "int64")
+BLOCK = 1024
+
+
+def stored(tensor: TensorSpec, begin: tuple[int, ...], count: tuple[int, ...], offset: int) -> StoredPiece:
+    piece = Piece(tensor, Box(begin, count))
+    return StoredPiece(piece, offset, BLOCK, tuple(range(offset, offset - (-piece.num_bytes // BLOCK))))
+
+
 GOOD = Manifest(
     step=7,
     ranks=2,
     shards=(
-        Shard("shard-00000-of-00002.h5", 900, 1, (StoredPiece(Piece(WEIGHT, 0, 3), 800, 5),)),
+        Shard(
+            "shard-00000-of-00002.h5",
+            9900,
+            6000,
+            1,
+            (stored(WEIGHT, (0, 0, 0), (3, 200, 1), 800), stored(WEIGHT, (3, 0, 0), (1, 200, 2), 3200)),
+        ),
         Shard(
             "shard-00001-of-00002.h5",
-            900,
+            9900,
+            6000,
             2,
-            (StoredPiece(Piece(WEIGHT, 3, 1), 800, 6), StoredPiece(Piece(STATE, 0, 3), 864, 7)),
+            (stored(WEIGHT, (0, 0, 1), (3, 200, 1), 800), stored(STATE, (0,), (3,), 3264), stored(COUNT, (), (), 4000)),
         ),
     ),
     meta={"note": "ü", "nested": [1, 2.5, None]},
@@ -37,12 +57,13 @@ GOOD = Manifest(
 def encode(manifest: Manifest) -> bytes:
     """The bytes of a manifest."""
     texts = [
-        module.shard_text(
+        shard_index.shard_text(
             shard.file,
-            shard.num_bytes,
+            shard.hdf5_bytes,
             shard.crc32,
-            [module.piece_text(stored.piece, stored.offset) for stored in shard.pieces],
-            [stored.crc32 for stored in shard.pieces],
+            BLOCK,
+            [shard_index.piece_text(stored.piece, stored.offset) for stored in shard.pieces],
+            ["".join(f"{crc:08x}" for crc in stored.crc32) for stored in shard.pieces],
         )
         for shard in manifest.shards
     ]
@@ -59,8 +80,22 @@ def document() -> Any:
     return json.loads(encode(GOOD))["manifest"]
 
 
+def expected() -> Manifest:
+    """The manifest, with the sizes of files that end in these indexes."""
+    sizes = [entry["bytes"] for entry in document()["shards"]]
+    shards = tuple(replace(shard, num_bytes=size) for shard, size in zip(GOOD.shards, sizes, strict=True))
+    return replace(GOOD, shards=shards)
+
+
 def test_what_is_encoded_is_parsed_back() -> None:
-    assert module.parse(encode(GOOD), "here") == GOOD
+    assert module.parse(encode(GOOD), "here") == expected()
+
+
+def test_an_index_knows_the_size_of_the_file_that_ends_in_it() -> None:
+    for shard, entry in zip(GOOD.shards, document()["shards"], strict=True):
+        text = re.search(rb'\{"file":"%s".*?\]\}' % shard.file.encode(), encode(GOOD), re.DOTALL)
+        assert text and json.loads(text[0]) == entry
+        assert entry["bytes"] == shard.hdf5_bytes + len(shard_index.framed(text[0], shard.hdf5_bytes))
 
 
 def test_the_file_is_plain_json() -> None:
@@ -95,7 +130,12 @@ CRAFTED = [
     (("shards", 0, "bytes"), -1),
     (("shards", 0, "bytes"), 900.0),
     (("shards", 0, "bytes"), True),
-    (("shards", 0, "bytes"), 820),
+    (("shards", 0, "hdf5_bytes"), 3300),
+    (("shards", 0, "hdf5_bytes"), 10**9),
+    (("shards", 0, "block_bytes"), 0),
+    (("shards", 0, "block_bytes"), 1000),
+    (("shards", 0, "block_bytes"), 2048),
+    (("shards", 0, "block_bytes"), 2**40),
     (("shards", 0, "crc32"), "0x000001"),
     ((*piece(), "name"), "../weight"),
     ((*piece(), "name"), "/weight"),
@@ -105,18 +145,25 @@ CRAFTED = [
     ((*piece(), "dtype"), "object"),
     ((*piece(), "shape"), [2**62, 2**62]),
     ((*piece(), "shape"), [1] * 40),
-    ((*piece(), "shape"), [-4, 2]),
+    ((*piece(), "shape"), [-4, 200, 2]),
     ((*piece(), "shape"), "4"),
-    ((*piece(), "rows"), [0, 5]),
-    ((*piece(), "rows"), [0, 2]),
-    ((*piece(), "rows"), [1, 3]),
-    ((*piece(), "rows"), [3, 0]),
-    ((*piece(), "rows"), [0]),
-    ((*piece(), "offset"), 899),
+    ((*piece(), "begin"), [0, 0]),
+    ((*piece(), "begin"), [0, 0, -1]),
+    ((*piece(), "begin"), [0, 0, 1]),
+    ((*piece(), "begin"), [2, 0, 0]),
+    ((*piece(), "begin"), None),
+    ((*piece(), "count"), [3, 200, 3]),
+    ((*piece(), "count"), [2, 200, 1]),
+    ((*piece(), "count"), [3, 200, 1.0]),
+    ((*piece(), "count"), [2**60, 2**60, 1]),
+    ((*piece(), "crc32"), "00000000" * 2),
+    ((*piece(), "crc32"), "0000000g" * 3),
+    ((*piece(), "offset"), 5999),
     ((*piece(), "offset"), -8),
-    ((*piece(1, 1), "offset"), 804),
+    ((*piece(1, 1), "offset"), 3196),
     ((*piece(1, 1), "rank"), 2),
     ((*piece(1, 1), "rank"), -1),
+    ((*piece(1, 2), "begin"), [0]),
     (("step",), 10**20),
     (("ranks",), 0),
     (("version",), 0),
@@ -172,7 +219,7 @@ def test_a_newer_version_is_the_users_to_solve() -> None:
 
 def test_another_steps_manifest(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(encode(GOOD))
-    assert module.read(tmp_path, 7) == GOOD
+    assert module.read(tmp_path, 7) == expected()
     with pytest.raises(DamagedCheckpoint, match="another checkpoint"):
         module.read(tmp_path, 8)
 

@@ -28,7 +28,9 @@ def test_every_row_is_written_once_in_order(shapes: list[tuple[int, ...]], write
     rows: dict[str, list[int]] = defaultdict(list)
     for part in parts:
         for piece in part:
-            rows[piece.tensor.name] += range(piece.first_row, piece.first_row + piece.rows)
+            (first, *_), (count, *_) = (piece.box.begin or (0,)), (piece.box.shape or (1,))
+            rows[piece.tensor.name] += range(first, first + count)
+            assert piece.box.begin[1:] == (0,) * len(piece.shape[1:]) and piece.shape[1:] == piece.tensor.shape[1:]
     assert {piece.tensor.name for part in parts for piece in part} == {tensor.name for tensor in tensors}
     assert all(rows[tensor.name] == list(range(tensor.rows)) for tensor in tensors)
 

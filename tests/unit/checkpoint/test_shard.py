@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Piece, Shard, TensorSpec, check_tensors
-from hpctrain.checkpoint.format.manifest import shard_from_json
-from hpctrain.checkpoint.format.shard import ShardImage, SparseFile, read_shard, skeleton, view_of
+from hpctrain.checkpoint.folder import index_of
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, TensorSpec, check_tensors, whole
+from hpctrain.checkpoint.format.shard import ShardImage, SparseFile, skeleton, view_of
+from hpctrain.checkpoint.format.shard_index import parse_text
+from hpctrain.checkpoint.format.shard_reading import check_shard, read_shard
 from hpctrain.errors import UserError
 
 
@@ -28,14 +29,18 @@ def fill(image: ShardImage, seed: int = 0) -> None:
 
 
 def image_of(*tensors: TensorSpec) -> ShardImage:
-    image = ShardImage(skeleton([Piece(tensor, 0, tensor.rows) for tensor in tensors]))
+    image = ShardImage(skeleton([whole(tensor) for tensor in tensors]))
     fill(image)
     return image
 
 
 def write(image: ShardImage, path: Path) -> Shard:
-    """Writes a shard, and what its manifest's entry says of it."""
-    return shard_from_json(json.loads(image.write(path)), "entry")
+    """Writes a shard, and what its index says of it."""
+    image.write(path)
+    text, num_bytes = index_of(path)
+    shard = parse_text(text, "index")
+    assert (shard.file, shard.num_bytes) == (path.name, num_bytes)
+    return shard
 
 
 ALL_TYPES = [TensorSpec(f"types/{dtype}", (3, 5), dtype) for dtype in ITEM_TYPES]
@@ -90,12 +95,13 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[
 
 
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
     write(image_of(*ALL_TYPES), tmp_path / "a.h5")
     second = int(time.time())  # HDF5 keeps times in seconds
     while int(time.time()) == second:
         time.sleep(0.01)
-    write(image_of(*ALL_TYPES), tmp_path / "b.h5")
-    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+    write(image_of(*ALL_TYPES), tmp_path / "second" / "a.h5")
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "second" / "a.h5").read_bytes()
 
 
 def test_arrays_begin_at_cache_lines() -> None:
@@ -107,8 +113,8 @@ def test_an_image_is_filled_and_written_again(tmp_path: Path) -> None:
     first = write(image, tmp_path / "a.h5")
     fill(image, seed=1)
     second = write(image, tmp_path / "b.h5")
-    assert first.crc32 != second.crc32
-    np.testing.assert_array_equal(read_shard(tmp_path, second), image.buffer)
+    assert first.pieces != second.pieces and first.crc32 == second.crc32
+    np.testing.assert_array_equal(read_shard(tmp_path, second)[: second.hdf5_bytes], image.buffer)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
@@ -130,8 +136,9 @@ def test_damage_names_the_tensor_and_never_reaches_hdf5(tmp_path: Path, monkeypa
     stored = next(stored for stored in shard.pieces if stored.piece.tensor.name == "types/int16")
     flip(tmp_path / shard.file, stored.offset + 3)
     monkeypatch.setattr(h5py, "File", None)
-    with pytest.raises(DamagedCheckpoint, match="types/int16"):
-        read_shard(tmp_path, shard)
+    for read in (read_shard, check_shard):
+        with pytest.raises(DamagedCheckpoint, match="types/int16"):
+            read(tmp_path, shard)
 
 
 def test_a_link_a_pipe_and_a_folder_are_no_shards(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_save_and_load(store: CheckpointStore) -> None:
 
 def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, timeout=60)
 

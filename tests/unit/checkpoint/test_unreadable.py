@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint import patience
+from hpctrain.checkpoint import initial, patience
 from hpctrain.checkpoint.exports.safetensors import encode
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.hook import best_steps
-from hpctrain.checkpoint.initial import weights_of
 from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
@@ -187,6 +186,11 @@ def test_commands_tell_the_two_apart(
         assert "cannot be read now: Input/output error" in capsys.readouterr().err
 
 
+def in_memory(weights: initial.Weights) -> dict[str, np.ndarray]:
+    """All of them."""
+    return {name: weights.arrays[name] for name in weights.arrays}
+
+
 def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,11 +199,11 @@ def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(
     (tmp_path / "link.safetensors").symlink_to(path)
     for source in (path, tmp_path / "link.safetensors", store.path):
         server = FileServer(errno.EIO, path.name if source != store.path else SHARD, "open").install(monkeypatch)
-        assert weights_of(str(source))[0].keys() == {"weight"} and server.failed == 1
+        assert initial.with_weights(str(source), in_memory).keys() == {"weight"} and server.failed == 1
     FileServer(errno.EIO, path.name, "open", times=math.inf).install(monkeypatch)
     with pytest.raises(UnreadableCheckpoint, match="Input/output error"):
-        weights_of(str(path))
+        initial.with_weights(str(path), in_memory)
     monkeypatch.setattr(patience, "PAUSES_S", (600.0,))
     for wrong in ("other.safetensors", "none/other.safetensors"):
         with pytest.raises(UserError, match="does not exist"):
-            weights_of(str(tmp_path / wrong))
+            initial.with_weights(str(tmp_path / wrong), in_memory)

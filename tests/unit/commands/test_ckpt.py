@@ -121,8 +121,8 @@ def forge(run: Path, change: Callable[[Any], object]) -> None:
 
 def add(manifest: Any, **values: Any) -> None:
     """A tensor without values."""
-    entry = {"name": "new", "dtype": "float32", "shape": [0], "rank": None, "rows": [0, 0], "offset": 0}
-    manifest["shards"][0]["tensors"].append(entry | {"crc32": "00000000"} | values)
+    entry = {"name": "new", "dtype": "float32", "shape": [0], "rank": None, "begin": [0], "count": [0], "offset": 0}
+    manifest["shards"][0]["tensors"].append(entry | {"crc32": ""} | values)
 
 
 ODD: list[tuple[Callable[[Any], object], str]] = [
@@ -131,7 +131,7 @@ ODD: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["meta"].update(time=1e300), ""),
     (lambda m: m["meta"].update(time="1e999"), "1e999 is not JSON"),
     (lambda m: m["shards"][0]["tensors"][0].update(name="model/\ud800"), "is not a name"),
-    (lambda m: add(m, shape=[2**55, 0, 2**55], rows=[0, 2**55]), "new cannot have the shape"),
+    (lambda m: add(m, shape=[2**55, 0, 2**55], begin=[0, 0, 0], count=[2**55, 0, 2**55]), "new cannot have the shape"),
     (lambda m: add(m, name="model/a/odd", rank=0), "model/a/odd belongs to single ranks and to all of them"),
     (lambda m: m["meta"].update(identity=[]), ""),
     (lambda m: m["meta"].update(identity={"config": []}), ""),

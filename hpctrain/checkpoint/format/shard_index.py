@@ -1,0 +1,144 @@
+"""The index of a shard: what its file holds, where, and the checksums of it all.
+
+It is one JSON object. The manifest has those of all shards; each shard has its own at its end, so that a file tells
+what it holds when it stands alone:
+
+    <HDF5>{"sha256": "<64 hex digits>", "index": {...}}
+    <15 digits: bytes of HDF5>
+
+The length of an index depends on what it lists, and not on the checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.entries import are_counts, require_room, tensor_of
+from hpctrain.checkpoint.format.files import read_at
+from hpctrain.checkpoint.format.layout import MAX_BYTES, DamagedCheckpoint, Piece, Shard, StoredPiece
+from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json
+from hpctrain.train.saved_arrays import lies_in
+
+LEAST_BLOCK_BYTES = 1 << 10
+MOST_BLOCK_BYTES = 1 << 26
+"""What a reader must hold to verify a part of a piece."""
+TRAILER_BYTES = 16
+MOST_INDEX_BYTES = 1 << 30
+FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "index": (.*)\}\n([0-9]{15})\n', re.DOTALL)
+
+
+def piece_text(piece: Piece, offset: int) -> str:
+    """A piece's entry up to the value of its checksums, which are all that changes from save to save."""
+    tensor = piece.tensor
+    entry = {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "rank": tensor.rank,
+        "begin": list(piece.box.begin),
+        "count": list(piece.box.shape),
+        "offset": offset,
+    }
+    return json.dumps(entry, separators=(",", ":"))[:-1] + ',"crc32":'
+
+
+def shard_text(
+    file: str, hdf5_bytes: int, between: int, block_bytes: int, piece_texts: Sequence[str], sums: Sequence[str]
+) -> bytes:
+    """An index, from the ``piece_text`` and the checksums of each of its pieces.
+
+    Args:
+        file: name of the shard.
+        hdf5_bytes: of its HDF5 part.
+        between: CRC-32 of the bytes between the pieces.
+        block_bytes: of each block but a piece's last.
+        piece_texts: of each piece.
+        sums: CRC-32 of the blocks of each piece, 8 hex digits for each.
+    """
+    pieces = ",".join([f'{text}"{crc}"}}' for text, crc in zip(piece_texts, sums, strict=True)])
+
+    def text(num_bytes: int) -> bytes:
+        return (
+            f'{{"file":"{file}","bytes":{num_bytes:>17},"hdf5_bytes":{hdf5_bytes},"block_bytes":{block_bytes},'
+            f'"crc32":"{between:08x}","tensors":[{pieces}]}}'
+        ).encode()
+
+    return text(hdf5_bytes + len(framed(text(0), hdf5_bytes)))
+
+
+def framed(text: bytes, hdf5_bytes: int) -> bytes:
+    """An index as it stands at the end of its shard."""
+    return b'{"sha256": "%s", "index": %s}\n%015d\n' % (hashlib.sha256(text).hexdigest().encode(), text, hdf5_bytes)
+
+
+def unframed(data: bytes, hdf5_bytes: int) -> bytes | None:
+    """The index in a shard's last bytes, or None if they are not what was once written."""
+    frame = FRAME.fullmatch(data)
+    if frame is None or int(frame[3]) != hdf5_bytes or hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
+        return None
+    return frame[2]
+
+
+def read_text(descriptor: int, path: Path) -> bytes:
+    """The index at the end of an open shard. Raises DamagedCheckpoint if it is not whole, OSError."""
+    size = os.fstat(descriptor).st_size
+    trailer = bytearray(min(size, TRAILER_BYTES))
+    read_at(descriptor, memoryview(trailer), size - len(trailer))
+    begin = int(trailer) if re.fullmatch(rb"[0-9]{15}\n", trailer) else size
+    text = None
+    if begin < size <= begin + MOST_INDEX_BYTES:
+        data = bytearray(size - begin)
+        read_at(descriptor, memoryview(data), begin)
+        text = unframed(bytes(data), begin)
+    if text is None:
+        raise DamagedCheckpoint(f"{path} does not end in an index of what it holds: it was cut short or overwritten")
+    return text
+
+
+def parse(value: Any, where: str) -> Shard:
+    """The shard that an index describes, its pieces within the file and apart from each other.
+
+    Raises:
+        DamagedCheckpoint: anything is not as it must be.
+    """
+    reader = Reader(value, where)
+    num_bytes = reader.integer("bytes", 1, MAX_BYTES)
+    block_bytes = reader.integer("block_bytes", LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES)
+    if block_bytes % LEAST_BLOCK_BYTES:
+        reader.fail(f"blocks of {block_bytes} bytes")
+    shard = Shard(
+        file=reader.get("file", str, "a string"),
+        num_bytes=num_bytes,
+        hdf5_bytes=reader.integer("hdf5_bytes", 1, num_bytes - 1),
+        crc32=reader.crc32(),
+        pieces=reader.list_of("tensors", lambda item, place: piece_from_json(item, place, block_bytes)),
+    )
+    require_room(shard, reader)
+    return shard
+
+
+def parse_text(text: bytes, where: str) -> Shard:
+    """The shard that an index's JSON describes. Raises as ``parse``."""
+    return parse(parse_json(text, where), where)
+
+
+def piece_from_json(value: Any, where: str, block_bytes: int) -> StoredPiece:
+    """A tensor's entry in a shard. Written for speed: there may be many thousands."""
+    tensor = tensor_of(value, where)
+    begin, count, sums = value.get("begin"), value.get("count"), value.get("crc32")
+    if not are_counts(begin) or not are_counts(count):
+        raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {str(begin)[:100]}, {str(count)[:100]}")
+    piece = Piece(tensor, Box(tuple(begin), tuple(count)))
+    if not lies_in(begin, count, tensor.shape):
+        raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {begin}, {count} of {list(tensor.shape)}")
+    if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):
+        raise DamagedCheckpoint(f"{where}: {tensor.name} has the checksums {str(sums)[:50]}")
+    crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
+    return StoredPiece(piece, value["offset"], block_bytes, crc32)

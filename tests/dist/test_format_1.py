@@ -1,0 +1,28 @@
+"""Runs whose checkpoints are of format 1, in tests/support/format_1, are resumed as if they had never stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.store import CheckpointStore
+from tests.support.command import PROJECT, events, hpctrain
+
+OLD = PROJECT / "tests/support/format_1"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("run", ["torch", "keras"])
+def test_the_run_ends_where_the_program_that_saved_it_would_have_ended(run: str, tmp_path: Path) -> None:
+    pytest.importorskip(run)
+    folder = shutil.copytree(OLD, tmp_path / "old")
+    hpctrain("run", "-n", 2, f"{run}.yaml", "--train.steps", "12", cwd=folder, timeout=200)
+    assert events(folder / run, "resumed")[-1]["step"] == 6
+    store = CheckpointStore(folder / run / "checkpoints")
+    loaded, expected = store.load(), np.load(OLD / f"{run}-12.npz")
+    assert loaded.step == 12 and store.manifest(12).shards[0].has_index
+    for name in expected.files:  # what it saved at step 12, on two ranks; statistics are the mean of both
+        np.testing.assert_allclose(loaded.arrays[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
