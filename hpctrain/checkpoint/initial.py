@@ -24,7 +24,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import locate
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
-from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays
+from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, require_inside
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
 
@@ -178,6 +178,10 @@ class PresentState(SavedArrays):
         return ITEM_TYPES[self.state[name].dtype]
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        cut = self.state[name].cut
-        first = tuple(map(int.__sub__, begin, cut.begin)) if cut else begin
-        return HeldArrays({name: self[name]}).part(name, first, shape)
+        require_inside(name, begin, shape, self.shape_of(name))
+        tensor = self.state[name]
+        first = tuple(map(int.__sub__, begin, tensor.cut.begin)) if tensor.cut else begin
+        rows = np.empty((*shape[:1], *tensor.shape[1:]), self.dtype_of(name))
+        tensor.copy_into(rows, *first[:1])
+        inner: tuple[Any, ...] = tuple(map(slice, first[1:], map(int.__add__, first[1:], shape[1:])))
+        return rows[(slice(None), *inner)] if shape else rows

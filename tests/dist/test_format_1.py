@@ -21,7 +21,16 @@ def test_the_run_ends_where_the_program_that_saved_it_would_have_ended(run: str,
     if find_spec(run) is None:
         pytest.skip(f"{run} is not installed")
     folder = shutil.copytree(OLD, tmp_path / "old")
-    hpctrain("run", "-n", 2, f"{run}.yaml", "--train.steps", "12", cwd=folder, warm="torch" if run == "torch" else "tensorflow")
+    hpctrain(
+        "run",
+        "-n",
+        2,
+        f"{run}.yaml",
+        "--train.steps",
+        "12",
+        cwd=folder,
+        warm="torch" if run == "torch" else "tensorflow",
+    )
     assert events(folder / run, "resumed")[-1]["step"] == 6
     store = CheckpointStore(folder / run / "checkpoints")
     loaded, expected = store.load(), np.load(OLD / f"{run}-12.npz")

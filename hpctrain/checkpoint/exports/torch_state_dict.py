@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,12 @@ def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) 
     state: dict[str, Any] = {name: tensor_of(np.array(arrays[name]), dtypes[name]) for name in arrays}
     if not selection.trainable_only:
         state |= extra_state(loaded)
-    replace_whole(path, partial(torch.save, state))
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:  # else an error of the disk comes as one of torch
+            torch.save(state, file)
+
+    replace_whole(path, write)
 
 
 def extra_state(loaded: Loaded) -> dict[str, Any]:

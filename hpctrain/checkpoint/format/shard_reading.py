@@ -10,6 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -174,6 +175,16 @@ def check_rest(folder: Path, shard: Shard) -> None:
             raise DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
 
 
+@dataclass
+class LastBlock:
+    """The block of which a part was used last: the rest of it is often wanted next."""
+
+    place: tuple[Path, int] = (Path(), 0)
+    """File, and where the block begins there."""
+    values: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    """Its bytes, which were verified; none before the first one."""
+
+
 class ShardFiles:
     """The shards of a checkpoint, each opened when it is first read and closed when many others are open."""
 
@@ -181,6 +192,7 @@ class ShardFiles:
         self.folder = folder
         self.open: OrderedDict[str, int] = OrderedDict()
         """Descriptors by file, the one used last at the end."""
+        self.last = LastBlock()
 
     def read(self, shard: Shard, stored: StoredPiece, wanted: Box, out: NDArray[Any]) -> None:
         """Fills what a piece has of a part of its tensor, after verifying every block that is used.
@@ -198,7 +210,7 @@ class ShardFiles:
         path = self.folder / shard.file
         try:
             descriptor = self._descriptor(shard, path)
-            if not read_part(descriptor, stored, wanted, out):
+            if not read_part(descriptor, path, stored, wanted, out, self.last):
                 damaged(path, [stored.piece.tensor.name])
         except (OSError, MemoryError) as error:
             raise judged(error, path) from error
@@ -218,6 +230,7 @@ class ShardFiles:
 
     def close(self) -> None:
         """Closes all files; they are opened again when they are needed."""
+        self.last = LastBlock()
         while self.open:
             os.close(self.open.popitem()[1])
 
@@ -236,7 +249,9 @@ class ShardFiles:
         return self.open[shard.file]
 
 
-def read_part(descriptor: int, stored: StoredPiece, wanted: Box, out: NDArray[Any]) -> bool:
+def read_part(
+    descriptor: int, path: Path, stored: StoredPiece, wanted: Box, out: NDArray[Any], last: LastBlock
+) -> bool:
     """See ``ShardFiles.read``; whether all blocks are what was once written. Raises OSError, MemoryError."""
     piece = stored.piece
     common = piece.box.overlap(wanted)
@@ -245,30 +260,35 @@ def read_part(descriptor: int, stored: StoredPiece, wanted: Box, out: NDArray[An
     item = ITEM_TYPES[piece.tensor.dtype]
     here = common.seen_from(piece.box.begin)
     target = out[common.seen_from(wanted.begin).index]
-    first, last = span(here, piece.shape)
-    begin, end = first * item.itemsize, last * item.itemsize
-    is_run = last - first == here.size and target.flags.c_contiguous
+    first, end_item = span(here, piece.shape)
+    begin, end = first * item.itemsize, end_item * item.itemsize
+    is_run = end_item - first == here.size and target.flags.c_contiguous
     run = target.reshape(-1).view(np.uint8) if is_run else None
-    scratch = np.empty(0, np.uint8)
-    numbers = range(begin // stored.block_bytes, -(-end // stored.block_bytes))
-    for number in numbers:
+    for number in range(begin // stored.block_bytes, -(-end // stored.block_bytes)):
         block_begin = number * stored.block_bytes
         block_end = min(block_begin + stored.block_bytes, piece.num_bytes)
-        parts = []
+        offset = stored.offset + block_begin
         if run is not None and begin <= block_begin and block_end <= end:  # straight to where it belongs
-            block = run[block_begin - begin : block_end - begin]
-        else:
-            parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
-            if not any(part.overlap(here).size for part in parts):
-                continue
-            if scratch.size < block_end - block_begin:
-                scratch = np.empty(block_end - block_begin, np.uint8)
-            block = scratch[: block_end - block_begin]
-        found = read_and_sum(descriptor, block, stored.offset + block_begin)
-        if stored.crc32 is not None and found != stored.crc32[number]:
-            return False
-        scatter(block.view(item), parts, here, target)
+            if not read_block(descriptor, run[block_begin - begin : block_end - begin], offset, stored, number):
+                return False
+            continue
+        parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
+        if not any(part.overlap(here).size for part in parts):
+            continue
+        if last.place != (path, offset) or last.values.size != block_end - block_begin:
+            last.values = np.empty(0, np.uint8)  # frees it before the next is taken
+            values = np.empty(block_end - block_begin, np.uint8)
+            if not read_block(descriptor, values, offset, stored, number):
+                return False
+            last.place, last.values = (path, offset), values
+        scatter(last.values.view(item), parts, here, target)
     return True
+
+
+def read_block(descriptor: int, memory: NDArray[np.uint8], offset: int, stored: StoredPiece, number: int) -> bool:
+    """Fills memory with a block of a piece; whether that is what was once written, as far as the file tells."""
+    found = read_and_sum(descriptor, memory, offset)
+    return stored.crc32 is None or found == stored.crc32[number]
 
 
 def read_and_sum(descriptor: int, block: NDArray[np.uint8], offset: int) -> int:

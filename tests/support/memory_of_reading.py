@@ -1,0 +1,130 @@
+"""What reading a large checkpoint takes: memory_of_reading.py <torch or tensorflow> <folder>; prints a line of JSON.
+
+Of each reader: bytes read from files, and what it held at most beyond what it was to fill, in units of the bytes of
+the state and in MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.exports import Selection, export_safetensors
+from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial_match import Source
+from hpctrain.checkpoint.resume import load_weights
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.verify import verify_checkpoint
+from hpctrain.comm.world import alone
+from hpctrain.train.framework import Framework
+from hpctrain.train.stateful import value_of
+
+WIDTH = 3001  # rows that no block ends with; tensors that malloc gives back to the system at once
+
+
+def torch_framework() -> Framework:
+    """A model of 36 MB and Adam, 108 MB together."""
+    import torch
+
+    from tests.support.torch_tasks import make_framework
+
+    return make_framework(
+        alone(),
+        lambda: torch.nn.Linear(WIDTH, WIDTH),
+        optimizer=lambda model: torch.optim.Adam(model.parameters()),
+    )
+
+
+def step(framework: Framework) -> None:
+    """Has an optimizer of PyTorch make its state."""
+    import torch
+
+    for parameter in framework.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    framework.optimizer.step()
+    framework.optimizer.zero_grad()
+
+
+def tensorflow_framework() -> Framework:
+    """The same of Keras."""
+    import keras
+
+    from tests.support.tensorflow_tasks import make_framework
+
+    return make_framework(alone(), lambda: keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH)]))
+
+
+def status(key: str) -> int:
+    """Bytes that the kernel says this process has."""
+    return int(re.findall(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+
+
+def measured(work: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that a piece of work reads, and how many more it holds meanwhile than before and afterwards."""
+    read, real = [0], os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int, flags: int = 0) -> int:
+        count = real(descriptor, views, offset, flags)
+        read[0] += count
+        return count
+
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before = status("VmRSS")
+    os.preadv = preadv
+    try:
+        work()
+    finally:
+        os.preadv = real
+    return read[0], status("VmHWM") - max(before, status("VmRSS"))
+
+
+if __name__ == "__main__":
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    make = {"torch": torch_framework, "tensorflow": tensorflow_framework}[kind]
+    framework = make()
+    if kind == "torch":
+        step(framework)
+    store = CheckpointStore(folder / "checkpoints")
+    state = {tensor.name: value_of(tensor) for tensor in framework.state()}
+    sizes = {"all": sum(array.nbytes for array in state.values())}
+    sizes["model"] = sum(array.nbytes for name, array in state.items() if name.startswith("model/"))
+    store.save(state, step=1)
+    store.close()
+    del state
+    exported = folder / "weights.safetensors"
+
+    def export() -> None:
+        with store.opened(1) as loaded:
+            export_safetensors(loaded, exported, Selection())
+
+    def take(readers: dict[str, tuple[Callable[[], Any], str]]) -> dict[str, tuple[float, float]]:
+        for reader, _ in readers.values():
+            reader()  # what is imported, and made once, is not counted
+        amounts = {name: (measured(reader), sizes[held]) for name, (reader, held) in readers.items()}
+        return {name: (count / held, more / 2**20) for name, ((count, more), held) in amounts.items()}
+
+    framework.close()
+    new = [make(), make()]  # before their first step, as at a resume
+    each = iter(new)
+    found = take(
+        {
+            "load": (lambda: load_weights(next(each), store), "all"),
+            "verify": (lambda: verify_checkpoint(store, 1), "all"),
+            "export": (export, "model"),
+        }
+    )
+    framework = make()
+    found |= take(
+        {
+            "init_from a checkpoint": (lambda: load_initial(Source(str(store.path)), framework), "model"),
+            "init_from a file": (lambda: load_initial(Source(str(exported)), framework), "model"),
+        }
+    )
+    for one in (*new, framework):
+        one.close()
+    print(json.dumps(found))

@@ -1,0 +1,30 @@
+"""Loading, verifying, exporting and initial weights read each byte once, and hold little beside what they fill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import PROJECT
+
+MOST_MIB = 16.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_large_state_is_read_once_and_is_held_once(framework: str, tmp_path: Path) -> None:
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    command = [sys.executable, "-m", "tests.support.memory_of_reading", framework, str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[float, float]] = json.loads(done.stdout)
+    assert found.keys() == {"load", "verify", "export", "init_from a checkpoint", "init_from a file"}
+    for reader, (bytes_read, more_mib) in found.items():
+        assert 1.0 <= bytes_read < 1.1, f"{reader} reads {bytes_read:.2f} times what it takes"
+        assert more_mib < MOST_MIB, f"{reader} holds {more_mib:.1f} MiB more than that"
