@@ -72,21 +72,17 @@ Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
 """Takes what it needs of a checkpoint whose arrays are read when they are asked for, and returns what is to be kept."""
 
 
-def keep_all(loaded: Loaded) -> dict[str, NDArray[Any]]:
-    """All of it, in memory."""
-    return {name: loaded.arrays[name] for name in loaded.arrays}
-
-
 def load_newest(path: Path, steps: Sequence[int], group: Group, use: Use | None = None) -> Loaded:
     """Loads the first sound checkpoint among these steps. Collective.
 
     Args:
         path: folder of the checkpoints.
         steps: candidates, in order.
-        group: ranks that load together. Each reads by itself what it needs, and verifies it; if it cannot read it,
-            the others send it.
-        use: takes what it needs; called on all ranks, and called again if a rank could not read something, or found
-            damage: with an older checkpoint, which then replaces all that was taken. By default all arrays are kept.
+        group: ranks that load together.
+        use: takes what it needs of arrays that each rank reads and verifies when they are asked for. It is called on
+            all ranks, and called again if a rank could not read something, or found damage: with an older checkpoint,
+            which then replaces all that was taken. By default all arrays are kept: each rank reads and verifies every
+            group.size-th shard, and sends it to the others.
 
     Raises:
         DamagedCheckpoint: none is sound.
@@ -103,9 +99,11 @@ def load_newest(path: Path, steps: Sequence[int], group: Group, use: Use | None 
             if taken and not replaces(manifest, taken):
                 fix = "rename the folders of the damaged ones, then run the same command again"
                 break
-            is_replaced = use is None or older is None or replaced_by(path, older, manifest, group)
+            if use is None:
+                return shared(folder, manifest, group, tuple(rejected))
+            is_replaced = older is None or replaced_by(path, older, manifest, group)
             own = own_state(folder, manifest, group, check_rest if is_replaced else check_shard)
-            taken = manifest if use else None
+            taken = manifest
             return read_by_each(folder, manifest, group, own, use, tuple(rejected))
         except DamagedCheckpoint as error:
             rejected.append(Rejected(step, error.what))
@@ -247,7 +245,7 @@ def same(values: Mapping[int, NDArray[Any]]) -> bool:
 
 
 def read_by_each(
-    folder: Path, manifest: Manifest, group: Group, own: OwnState, use: Use | None, rejected: tuple[Rejected, ...]
+    folder: Path, manifest: Manifest, group: Group, own: OwnState, use: Use, rejected: tuple[Rejected, ...]
 ) -> Loaded:
     """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
     mine: DamagedCheckpoint | UserError | UnreadableCheckpoint | None = None
@@ -255,7 +253,7 @@ def read_by_each(
     with closing(Contents(folder, manifest, own_rank(manifest, group), own.merged)) as contents:
         view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
         try:
-            kept = (use or keep_all)(view)
+            kept = use(view)
         except (*FINAL, UnreadableCheckpoint) as error:
             mine = error
     problem = (type(mine).__name__, mine.what, mine.fix) if mine else None
@@ -266,12 +264,11 @@ def read_by_each(
         raise DamagedCheckpoint(damage)
     if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
         raise mine if isinstance(mine, UserError) else UserError(*final)
-    arrays, own = shared_arrays(folder, manifest, group)
-    view = replace(view, arrays=HeldArrays(arrays | own.merged), of_ranks=own.of_ranks)
-    return replace(view, arrays=HeldArrays(use(view))) if use else view
+    view = shared(folder, manifest, group, rejected)
+    return replace(view, arrays=HeldArrays(use(view)))
 
 
-def shared_arrays(folder: Path, manifest: Manifest, group: Group) -> tuple[Arrays, OwnState]:
+def shared(folder: Path, manifest: Manifest, group: Group, rejected: tuple[Rejected, ...]) -> Loaded:
     """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
 
     Raises as ``read_among`` does.
@@ -286,7 +283,8 @@ def shared_arrays(folder: Path, manifest: Manifest, group: Group) -> tuple[Array
         image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
         group.broadcast_array(image, f"send {shard.file}", root=holders[index])
         take(shard, image, arrays, of_ranks, own_rank(manifest, group))
-    return arrays, own_state_of(of_ranks, group.rank)
+    own = own_state_of(of_ranks, group.rank)
+    return loaded_of(folder, manifest, HeldArrays(arrays | own.merged), own.of_ranks, rejected)
 
 
 def take(

@@ -96,9 +96,10 @@ class CheckpointStore(CheckpointFolder):
         """The same for a program that has memory for its state already. Collective over the store's group.
 
         Args:
-            use: called with the checkpoint once all of it is verified, on all ranks. Each of its arrays is read when
-                it is asked for, and verified again: ``arrays`` are SavedArrays, which give parts as well. What it
-                returns are the arrays that the result holds.
+            use: called with the checkpoint, on all ranks. Each of its arrays is read, and verified, when it is asked
+                for: ``arrays`` are SavedArrays, which give parts as well. What it returns are the arrays that the
+                result holds. It may be called again: with the same checkpoint if a rank cannot read it by itself, and
+                with an older one if what any rank reads is damaged; that one holds all that the damaged one did.
             step: of the checkpoint; by default the newest sound one.
 
         Raises:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ class Piece:
         """Shape of the dataset."""
         return self.box.shape
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the dataset."""
         return self.box.size * ITEM_TYPES[self.tensor.dtype].itemsize

@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box, boxes_between, span
 from hpctrain.checkpoint.format.checksum import crc32
-from hpctrain.checkpoint.format.files import judged, open_regular, read_at, reading
+from hpctrain.checkpoint.format.files import BLOCK_BYTES, judged, open_regular, read_at, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
 
 READ_BYTES = 1 << 20
-"""Of one system call, when a whole file is read: they stay in the cache until they are summed up."""
+"""Of one system call, when a whole file is verified: they stay in the cache until they are summed up."""
+SHARED_BYTES = 1 << 18
+"""Blocks from this size are summed up by another thread: for smaller ones, handing them over would take longer."""
 MOST_OPEN = 16
 """Shards that are kept open while tensors are read, most of which lie in several."""
 
@@ -35,16 +37,12 @@ class ShardCheck:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.blocks = sorted(
-            (begin, begin + length, crc, stored.piece.tensor.name)
-            for stored in shard.pieces
-            for (begin, length), crc in zip(block_extents(stored), stored.crc32 or (), strict=True)
-        )
+        self.segments = segments(shard)
         self.next = 0
-        """Block that has not ended yet."""
+        """Segment that has not ended yet."""
         self.position = 0
         self.crc = 0
-        """Of that block until now."""
+        """Of that segment until now, if it is a block."""
         self.between = 0
         """Of the HDF5 bytes in no block."""
         self.whole = 0
@@ -58,25 +56,21 @@ class ShardCheck:
             self.whole = crc32(view, self.whole)
         at = 0
         while at < len(view):
-            begin, end, crc, name = self.blocks[self.next] if self.next < len(self.blocks) else (1 << 62, 0, 0, "")
-            here = self.position + at
-            if here < begin:
-                part = view[at : at + begin - here]
-                self._take_between(part, here)
-            else:
-                part = view[at : at + end - here]
+            last, expected, name = self.segments[self.next]
+            end = min(len(view), last - self.position)
+            part = view[at:end]
+            if expected is not None:
                 self.crc = crc32(part, self.crc)
-                if here + len(part) == end:
-                    if self.crc != crc:
-                        self.names[name] = None
-                    self.next, self.crc = self.next + 1, 0
-            at += len(part)
+            elif last <= self.shard.hdf5_bytes:
+                self.between = crc32(part, self.between)
+            else:
+                self.index += part
+            if end == last - self.position:
+                if expected is not None and self.crc != expected:
+                    self.names[name] = None
+                self.next, self.crc = self.next + 1, 0
+            at = end
         self.position += len(view)
-
-    def _take_between(self, view: memoryview, here: int) -> None:
-        of_hdf5 = max(0, self.shard.hdf5_bytes - here)
-        self.between = crc32(view[:of_hdf5], self.between)
-        self.index += view[of_hdf5:]
 
     def require_sound(self, path: Path) -> None:
         """Raises DamagedCheckpoint unless all bytes, which have come by now, are what was once written."""
@@ -87,6 +81,24 @@ class ShardCheck:
             raise DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
         if (self.between if shard.has_index else self.whole) != shard.crc32:
             damaged(path, [])
+
+
+def segments(shard: Shard) -> list[tuple[int, int | None, str]]:
+    """Where each block and what lies between them ends, the checksum of a block, and its tensor."""
+    blocks = sorted(
+        (begin, begin + length, crc, stored.piece.tensor.name)
+        for stored in shard.pieces
+        for (begin, length), crc in zip(block_extents(stored), stored.crc32 or (), strict=True)
+    )
+    found: list[tuple[int, int | None, str]] = []
+    position = 0
+    for begin, end, crc, name in [*blocks, (shard.hdf5_bytes, shard.hdf5_bytes, 0, "")]:
+        if begin > position:
+            found.append((begin, None, ""))
+        if end > begin:
+            found.append((end, crc, name))
+        position = end
+    return [*found, (shard.num_bytes, None, "")]
 
 
 def damaged(path: Path, names: list[str]) -> NoReturn:
@@ -118,7 +130,7 @@ def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
     with reading(folder / shard.file) as descriptor:
         require_size(descriptor, folder / shard.file, shard)
         buffer = np.empty(shard.num_bytes, dtype=np.uint8)
-        check_all(descriptor, shard, folder / shard.file, lambda begin, end: buffer[begin:end].data)
+        check_all(descriptor, shard, folder / shard.file, lambda begin, end: buffer[begin:end].data, BLOCK_BYTES)
         return buffer
 
 
@@ -131,7 +143,9 @@ def check_shard(folder: Path, shard: Shard) -> None:
         check_all(descriptor, shard, path, lambda begin, end: scratch[begin // READ_BYTES % 2, : end - begin].data)
 
 
-def check_all(descriptor: int, shard: Shard, path: Path, memory: Callable[[int, int], memoryview]) -> None:
+def check_all(
+    descriptor: int, shard: Shard, path: Path, memory: Callable[[int, int], memoryview], step_bytes: int = READ_BYTES
+) -> None:
     """Reads a file into memory that is given piecemeal and may be used again for the part after the next.
 
     Another thread sums up one part while the next is read. Raises DamagedCheckpoint, OSError.
@@ -139,8 +153,8 @@ def check_all(descriptor: int, shard: Shard, path: Path, memory: Callable[[int, 
     check = ShardCheck(shard)
     with ThreadPoolExecutor(1, "checksum") as helper:
         summed: list[Future[None]] = []
-        for begin in range(0, shard.num_bytes, READ_BYTES):
-            part = memory(begin, min(begin + READ_BYTES, shard.num_bytes))
+        for begin in range(0, shard.num_bytes, step_bytes):
+            part = memory(begin, min(begin + step_bytes, shard.num_bytes))
             if len(summed) > 1:
                 summed.pop(0).result()
             read_at(descriptor, part, begin)
@@ -175,14 +189,55 @@ def check_rest(folder: Path, shard: Shard) -> None:
             raise DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
 
 
-@dataclass
 class LastBlock:
     """The block of which a part was used last: the rest of it is often wanted next."""
 
-    place: tuple[Path, int] = (Path(), 0)
-    """File, and where the block begins there."""
-    values: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
-    """Its bytes, which were verified; none before the first one."""
+    def __init__(self) -> None:
+        self.place: tuple[Path, int] | None = None
+        """File, and where the block begins there."""
+        self.values = np.empty(0, np.uint8)
+
+    def get(
+        self, path: Path, offset: int, num_bytes: int, read: Callable[[NDArray[np.uint8]], None]
+    ) -> NDArray[np.uint8]:
+        """uint8[num_bytes], read and verified by ``read`` unless it is the same as the last one."""
+        if self.place != (path, offset) or self.values.size != num_bytes:
+            self.place, self.values = None, np.empty(0, np.uint8)  # frees it before the next is taken
+            values = np.empty(num_bytes, np.uint8)
+            read(values)
+            self.place, self.values = (path, offset), values
+        return self.values
+
+
+class Checks:
+    """Compares checksums of what was read, of large blocks by another thread while more is read."""
+
+    def __init__(self) -> None:
+        self.helper: ThreadPoolExecutor | None = None
+        self.pending: list[tuple[Future[int], int, Path, str]] = []
+        """Sum, what it must be, file and tensor of each block that the other thread has."""
+
+    def add(self, memory: NDArray[np.uint8], expected: int, path: Path, name: str) -> None:
+        """A block that was read. Raises DamagedCheckpoint if it is small and not what was once written."""
+        if memory.size < SHARED_BYTES:
+            if crc32(memory.data) != expected:
+                damaged(path, [name])
+            return
+        self.helper = self.helper or ThreadPoolExecutor(1, "checksum")
+        self.pending.append((self.helper.submit(crc32, memory.data), expected, path, name))
+
+    def finish(self) -> None:
+        """Raises DamagedCheckpoint unless all blocks that were added are what was once written."""
+        pending, self.pending = self.pending, []
+        for found, expected, path, name in pending:
+            if found.result() != expected:
+                damaged(path, [name])
+
+    def close(self) -> None:
+        """Ends the thread, which is started again when it is needed; what it has not compared is forgotten."""
+        if self.helper:
+            self.helper.shutdown()
+        self.helper, self.pending = None, []
 
 
 class ShardFiles:
@@ -193,6 +248,7 @@ class ShardFiles:
         self.open: OrderedDict[str, int] = OrderedDict()
         """Descriptors by file, the one used last at the end."""
         self.last = LastBlock()
+        self.checks = Checks()
 
     def read(self, shard: Shard, stored: StoredPiece, wanted: Box, out: NDArray[Any]) -> None:
         """Fills what a piece has of a part of its tensor, after verifying every block that is used.
@@ -210,9 +266,13 @@ class ShardFiles:
         path = self.folder / shard.file
         try:
             descriptor = self._descriptor(shard, path)
-            if not read_part(descriptor, path, stored, wanted, out, self.last):
-                damaged(path, [stored.piece.tensor.name])
+            if wanted == stored.piece.box:
+                read_whole(descriptor, path, stored, out, self.checks)
+            else:
+                read_part(descriptor, path, stored, wanted, out, self.last, self.checks)
+            self.checks.finish()
         except (OSError, MemoryError) as error:
+            self.checks.close()
             raise judged(error, path) from error
 
     def read_whole(self, shard: Shard, stored: StoredPiece) -> NDArray[Any]:
@@ -231,6 +291,7 @@ class ShardFiles:
     def close(self) -> None:
         """Closes all files; they are opened again when they are needed."""
         self.last = LastBlock()
+        self.checks.close()
         while self.open:
             os.close(self.open.popitem()[1])
 
@@ -249,14 +310,27 @@ class ShardFiles:
         return self.open[shard.file]
 
 
+def read_whole(descriptor: int, path: Path, stored: StoredPiece, out: NDArray[Any], checks: Checks) -> None:
+    """Reads all of a piece into a contiguous array. Raises OSError, DamagedCheckpoint."""
+    memory = out.reshape(-1).view(np.uint8)
+    for number, begin in enumerate(range(0, memory.size, stored.block_bytes)):
+        read_block(descriptor, path, stored, number, memory[begin : begin + stored.block_bytes], checks)
+
+
 def read_part(
-    descriptor: int, path: Path, stored: StoredPiece, wanted: Box, out: NDArray[Any], last: LastBlock
-) -> bool:
-    """See ``ShardFiles.read``; whether all blocks are what was once written. Raises OSError, MemoryError."""
+    descriptor: int,
+    path: Path,
+    stored: StoredPiece,
+    wanted: Box,
+    out: NDArray[Any],
+    last: LastBlock,
+    checks: Checks,
+) -> None:
+    """See ``ShardFiles.read``. Raises OSError, MemoryError, DamagedCheckpoint."""
     piece = stored.piece
     common = piece.box.overlap(wanted)
     if not common.size:
-        return True
+        return
     item = ITEM_TYPES[piece.tensor.dtype]
     here = common.seen_from(piece.box.begin)
     target = out[common.seen_from(wanted.begin).index]
@@ -267,38 +341,32 @@ def read_part(
     for number in range(begin // stored.block_bytes, -(-end // stored.block_bytes)):
         block_begin = number * stored.block_bytes
         block_end = min(block_begin + stored.block_bytes, piece.num_bytes)
-        offset = stored.offset + block_begin
         if run is not None and begin <= block_begin and block_end <= end:  # straight to where it belongs
-            if not read_block(descriptor, run[block_begin - begin : block_end - begin], offset, stored, number):
-                return False
+            read_block(descriptor, path, stored, number, run[block_begin - begin : block_end - begin], checks)
             continue
         parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
         if not any(part.overlap(here).size for part in parts):
             continue
-        if last.place != (path, offset) or last.values.size != block_end - block_begin:
-            last.values = np.empty(0, np.uint8)  # frees it before the next is taken
-            values = np.empty(block_end - block_begin, np.uint8)
-            if not read_block(descriptor, values, offset, stored, number):
-                return False
-            last.place, last.values = (path, offset), values
-        scatter(last.values.view(item), parts, here, target)
-    return True
+        read = partial(read_block, descriptor, path, stored, number, checks=checks, is_verified_now=True)
+        block = last.get(path, stored.offset + block_begin, block_end - block_begin, read)
+        scatter(block.view(item), parts, here, target)
 
 
-def read_block(descriptor: int, memory: NDArray[np.uint8], offset: int, stored: StoredPiece, number: int) -> bool:
-    """Fills memory with a block of a piece; whether that is what was once written, as far as the file tells."""
-    found = read_and_sum(descriptor, memory, offset)
-    return stored.crc32 is None or found == stored.crc32[number]
-
-
-def read_and_sum(descriptor: int, block: NDArray[np.uint8], offset: int) -> int:
-    """Fills memory with the bytes at a place in a file; their CRC-32."""
-    view, crc = block.data, 0
-    for begin in range(0, len(view), READ_BYTES):
-        part = view[begin : begin + READ_BYTES]
-        read_at(descriptor, part, offset + begin)
-        crc = crc32(part, crc)
-    return crc
+def read_block(
+    descriptor: int,
+    path: Path,
+    stored: StoredPiece,
+    number: int,
+    memory: NDArray[np.uint8],
+    checks: Checks,
+    is_verified_now: bool = False,
+) -> None:
+    """Fills memory with a block of a piece, and has its checksum compared, if the file has any."""
+    read_at(descriptor, memory.data, stored.offset + number * stored.block_bytes)
+    if stored.crc32 is not None:
+        checks.add(memory, stored.crc32[number], path, stored.piece.tensor.name)
+    if is_verified_now:
+        checks.finish()
 
 
 def scatter(values: NDArray[Any], parts: list[Box], here: Box, target: NDArray[Any]) -> None:
