@@ -13,6 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refusal, refuse, used
 from hpctrain.config.sections import Config
 from hpctrain.data import Samples
 from hpctrain.errors import UserError
@@ -25,7 +26,7 @@ from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.leaves import KerasLeaves
 from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, trains_itself
-from hpctrain.frameworks.tensorflow.own_step import OwnStep, refuse_with_own_step
+from hpctrain.frameworks.tensorflow.own_step import OwnStep
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow.state import (
@@ -146,17 +147,13 @@ class KerasFramework:
     def set_learning_rate(self, factors: Factors) -> None:
         """Keras optimizers have one rate."""
         if isinstance(factors, (Sequence, OwnRates)):
-            fix = "return one number: a Keras optimizer has one learning rate"
-            raise UserError("the task's schedule gives a factor for each parameter group", fix)
+            raise refusal({Feature.KERAS: True, Feature.GROUP_RATES: True})
         factor = factors
         known = [(optimizer, rate) for optimizer, rate in self.rates if rate is not None]
         if len(known) < len(self.rates):
             if factor != 1.0:
-                raise UserError(
-                    f"both the {'run file' if self.task.schedule is None else 'task'}'s schedule and the Keras "
-                    "optimizer's own change the learning rate",
-                    "give the optimizer a number as its learning rate, or leave the schedule to it",
-                )
+                given = Feature.SCHEDULE if self.task.schedule is None else Feature.TASK_SCHEDULE
+                raise refusal({Feature.KERAS_SCHEDULE: True, given: True})
         elif factor != self.factor:
             for optimizer, rate in known:
                 optimizer.learning_rate.assign(rate * factor)
@@ -366,12 +363,10 @@ def open_keras(
         UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
             models differ, or the reducer that the configuration names cannot be used.
     """
-    refuse_what_cannot_work(task, config)
-    layers = joint_layers(task.model, config.train.sync_batchnorm) if world.data.size > 1 else []
-    if layers and config.train.compile:
-        fix = "leave train.compile out, or synchronized=True"
-        raise UserError(f"train.compile is true, and {layers[0].path} normalises over all ranks", fix)
-    joint = SyncBatchNorm(layers, world.data, clock) if layers else None
+    require_trainable(task)
+    layers = joint_layers(task.model, config.train.sync_batchnorm)
+    refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers, world.data.size))
+    joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
     reducers = KerasReducers(Pieces(variables))
@@ -418,32 +413,46 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(optimizer.learning_rate)
 
 
-def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
-    """Raises UserError if training could not work, or would not do what it says."""
+def require_trainable(task: KerasTask) -> None:
+    """Raises UserError if a model cannot be trained."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
-    own = trains_itself(task.model)
-    if own:
-        refuse_with_own_step(task, config)
-    if not own and not task.model.built:
+    if not trains_itself(task.model) and not task.model.built:
         raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
     if not task.model.trainable_variables:
         raise UserError("the Keras model has no weight to train", "leave some layers trainable")
-    held = optimizers_in(task.optimizer).values()
-    if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer) or (
-        own and any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in held)
-    ):
-        raise UserError(
-            "the optimizer is a LossScaleOptimizer",
-            "give the inner one: train.precision: fp16 scales the loss by itself",
-        )
-    policy = POLICIES[config.train.precision]
-    used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
-    if config.train.precision != "fp32" and policy not in used:
-        raise UserError(
-            f"train.precision is {config.train.precision} but no layer of the Keras model computes in it",
-            f"call keras.config.set_dtype_policy({policy!r}) before the model is made",
-        )
+
+
+def model_features(
+    task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer], ranks: int
+) -> dict[Feature, Any]:
+    """What a task's model and optimizer use.
+
+    Args:
+        task: with what its model brings along.
+        policy: of layers that compute in the run's precision.
+        layers: that normalise over all ranks.
+        ranks: that the model is trained on.
+    """
+    model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
+    optimizers = list(optimizers_in(task.optimizer).values())
+    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
+    scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
+    given = {
+        Feature.FP32_MODEL: policy not in policies,
+        Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
+        Feature.KERAS: True,
+        Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
+        Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
+        Feature.METRICS: bool(task.metrics),
+        Feature.NO_JUDGE: task.loss is None and not tests,
+        Feature.RANKS: ranks > 1 and ranks,
+        Feature.TASK_SCHEDULE: task.schedule is not None,
+        Feature.TEST_STEP: tests,
+        Feature.TRAIN_STEP: trains and type(model).__name__,
+        Feature.VALIDATION: task.validation is not None,
+    }
+    return used(given)

@@ -21,7 +21,6 @@ from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, dense
 from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
 from hpctrain.frameworks.tensorflow.state import model_tensors
 from hpctrain.frameworks.tensorflow.step import like
-from hpctrain.frameworks.tensorflow.sync_batchnorm import joint_layers
 from hpctrain.frameworks.update import NotFinite
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import SQUARE
@@ -313,40 +312,3 @@ class OwnStep:
 def key(variables: Sequence[keras.Variable]) -> tuple[int, ...]:
     """Of those whose gradients travel together."""
     return tuple(id(variable) for variable in variables)
-
-
-def refuse_with_own_step(task: KerasTask, config: Config) -> None:
-    """Raises UserError for what does not go with a ``train_step`` of the model's own, which makes its own updates."""
-    train = config.train
-    rows: dict[str, tuple[bool, str]] = {
-        f"train.accumulate: {train.accumulate}": (
-            train.accumulate > 1,
-            "give the optimizer gradient_accumulation_steps, or leave train.accumulate out",
-        ),
-        f"train.clip_norm: {train.clip_norm}": (
-            train.clip_norm is not None,
-            "give the optimizers global_clipnorm: they see the gradient of the global batch",
-        ),
-        "train.precision: fp16": (
-            train.precision == "fp16",
-            "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
-        ),
-        "train.compile": (train.compile, "leave train.compile out: ranks meet inside of the step"),
-        "BatchNormalization over all ranks": (
-            bool(joint_layers(task.model, train.sync_batchnorm)),
-            "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
-        ),
-        "metrics= of the task": (
-            bool(task.metrics) and evaluates_itself(task.model),
-            "return them from test_step, or leave test_step out and give the task loss= and metrics=",
-        ),
-    }
-    for name, (is_given, fix) in rows.items():
-        if is_given:
-            raise UserError(f"{name} does not go with the train_step of {type(task.model).__name__}", fix)
-    if task.validation is not None and task.loss is None and not evaluates_itself(task.model):
-        raise UserError(
-            f"{type(task.model).__name__} has a train_step of its own and the task has validation data, but nothing "
-            "says how to evaluate",
-            "write test_step(self, data), give the task loss=, or leave validation= out",
-        )

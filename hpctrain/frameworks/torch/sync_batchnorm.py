@@ -13,6 +13,7 @@ from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature, refusal
 from hpctrain.errors import UserError
 from hpctrain.frameworks.joint_statistics import JointStatistics
 from hpctrain.reduce.torch_reducer import broadcast
@@ -62,10 +63,7 @@ class SyncBatchNorm:
     def __init__(self, model: Module, group: Group, clock: StepClock) -> None:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                raise UserError(
-                    f"{name or 'the model'} is compiled, and train.sync_batchnorm cannot reach into it",
-                    "leave torch.compile and torch.jit out of the task",
-                )
+                raise refusal({Feature.JOINT_LAYERS: True, Feature.COMPILED_MODEL: name or "the model"})
         self.model, self.group = model, group
         self.statistics = JointStatistics(group, clock)
 

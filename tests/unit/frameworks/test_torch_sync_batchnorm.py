@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
-from hpctrain.config.sections import TrainConfig
+from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.frameworks.joint_statistics import JointStatistics
 from hpctrain.frameworks.torch.sync_batchnorm import OverRanks, SyncBatchNorm, joint_names, wants_joint_statistics
@@ -119,7 +119,7 @@ def test_compiled_parts_are_refused() -> None:
     with pytest.raises(UserError, match="0 is compiled"):
         SyncBatchNorm(model, Group("alone"), IntervalClock())
     with pytest.raises(UserError, match=r"train\.compile and train\.sync_batchnorm"):
-        TrainConfig(compile=True, sync_batchnorm=True)
+        Config("run", "a:b", TrainConfig(steps=1, global_batch=1, compile=True, sync_batchnorm=True))
 
 
 def test_buffers_of_batchnorm_are_equal_on_all_ranks_by_all_their_names() -> None:
