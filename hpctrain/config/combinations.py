@@ -230,6 +230,11 @@ TABLE: tuple[Row, ...] = (
         for feature, whose in ((Feature.SCHEDULE, "run file"), (Feature.TASK_SCHEDULE, "task"))
     ),
     Row(
+        (Feature.KERAS_SCHEDULE, Feature.RATE_HOOK),
+        "both the Keras optimizer's own schedule and the hook {1} set the learning rate",
+        "give the optimizer a number as its learning rate, or leave the hook out",
+    ),
+    Row(
         (Feature.KERAS, Feature.TORCH_SCHEDULER),
         "a KerasTask has a TorchScheduler",
         "give the optimizer a Keras schedule as its learning rate, or the task a function of the step",
@@ -316,7 +321,7 @@ TABLE: tuple[Row, ...] = (
         "leave train.compile out, or use plain BatchNorm: not SyncBatchNorm, and no synchronized=True",
     ),
     Row(
-        (Feature.JOINT_LAYERS, Feature.COMPILED_MODEL),
+        (Feature.JOINT_LAYERS, Feature.COMPILED_MODEL, Feature.RANKS),
         "{1} is compiled, and train.sync_batchnorm cannot reach into it",
         "leave torch.compile and torch.jit out of the task",
     ),
@@ -329,6 +334,11 @@ TABLE: tuple[Row, ...] = (
         (Feature.EMA, Feature.HALF_PARAMETERS),
         "train.ema_decay is given, but the model's parameters have 16 bits, which hold no slow average",
         "keep the parameters in float32: train.precision computes in 16 bits",
+    ),
+    Row(
+        (Feature.FP16, Feature.HALF_PARAMETERS),
+        "train.precision is fp16, whose loss scale needs gradients in float32, and the model's parameters have 16 bits",
+        "keep the parameters in float32, or leave train.precision out",
     ),
     Row(
         (Feature.CHANNELS_LAST, Feature.VOLUMES),

@@ -9,7 +9,7 @@ from hpctrain.config.combinations import Feature, used
 from hpctrain.config.sections import Config
 from hpctrain.data import Order, StreamOrder
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
-from hpctrain.train.hooks import Hook, RateHook
+from hpctrain.train.hooks import Hook, rate_hook
 
 
 def has_own_step(task: Task) -> bool:
@@ -49,7 +49,7 @@ def rate_features(task: Task, hooks: Sequence[Hook]) -> dict[Feature, Any]:
     scheduler = task.schedule if isinstance(task.schedule, TorchScheduler) else None
     given = {
         Feature.EVALUATION_SCHEDULER: scheduler is not None and scheduler.every == "evaluation",
-        Feature.RATE_HOOK: next((type(hook).__name__ for hook in hooks if isinstance(hook, RateHook)), None),
+        Feature.RATE_HOOK: rate_hook(hooks),
         Feature.TORCH_SCHEDULER: scheduler is not None,
     }
     return used(given)

@@ -47,6 +47,7 @@ from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, Sums
+from hpctrain.train.hooks import rate_hook
 from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
@@ -450,6 +451,7 @@ def model_features(
         Feature.METRICS: bool(task.metrics),
         Feature.NO_JUDGE: task.loss is None and not tests,
         Feature.RANKS: ranks > 1 and ranks,
+        Feature.RATE_HOOK: rate_hook(task.hooks),
         Feature.TASK_SCHEDULE: task.schedule is not None,
         Feature.TEST_STEP: tests,
         Feature.TRAIN_STEP: trains and type(model).__name__,

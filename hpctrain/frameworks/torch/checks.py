@@ -49,12 +49,14 @@ def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, r
     Args:
         model: all of the task's as one.
         parts: its optimizers.
-        joins: whether BatchNorm layers normalise over all ranks.
+        joins: whether BatchNorm layers are to normalise over all ranks.
         ranks: that the model is trained on.
     """
     volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
+    compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
     half = [one for one in model.parameters() if one.requires_grad and one.dtype.itemsize < 4]
     given = {
+        Feature.COMPILED_MODEL: next(iter(compiled), None),
         Feature.HALF_PARAMETERS: bool(half),
         Feature.JOINT_LAYERS: joins and "a layer of the model",
         Feature.RANKS: ranks > 1 and ranks,
@@ -62,6 +64,11 @@ def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, r
         Feature.VOLUMES: next(iter(volumes), None),
     }
     return used(given)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """By the task: what such a part calls is not seen."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
 
 
 def require_scalar(loss: Tensor) -> None:

@@ -52,7 +52,7 @@ def open_torch(
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts])
     ranks = world.data.size
-    joins = wants_joint_statistics(model, train.sync_batchnorm) and ranks > 1
+    joins = wants_joint_statistics(model, train.sync_batchnorm)
     refuse(config.features() | model_features(model, parts, joins, ranks))
     shares = shares_of(task, model, parts)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
@@ -69,7 +69,7 @@ def open_torch(
     reducers = ExchangesToChoose(
         {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
     )
-    joint = SyncBatchNorm(model, world.data, clock) if joins else None
+    joint = SyncBatchNorm(model, world.data, clock) if joins and ranks > 1 else None
     ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)

@@ -13,7 +13,6 @@ from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm.group import Group
-from hpctrain.config.combinations import Feature, refusal
 from hpctrain.errors import UserError
 from hpctrain.frameworks.joint_statistics import JointStatistics
 from hpctrain.reduce.torch_reducer import broadcast
@@ -55,15 +54,9 @@ class SyncBatchNorm:
         model: on its device.
         group: the ranks that see different samples; several.
         clock: gets the time of waiting.
-
-    Raises:
-        UserError: parts of the model are compiled, and would go on to normalise over each rank's samples.
     """
 
     def __init__(self, model: Module, group: Group, clock: StepClock) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                raise refusal({Feature.JOINT_LAYERS: True, Feature.COMPILED_MODEL: name or "the model"})
         self.model, self.group = model, group
         self.statistics = JointStatistics(group, clock)
 
