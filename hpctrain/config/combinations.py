@@ -62,6 +62,7 @@ class Feature(StrEnum):
     PLATEAU = "schedule.plateau.metric"
     RANKS = "several ranks"
     RATE_HOOK = "a RateHook"
+    RECOMPUTE = "train.recompute"
     REGISTRY = "hpctrain track register"
     SAMPLER = "the task's sampler"
     SCHEDULE = "schedule in the run file"
@@ -152,6 +153,11 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.COMPILE, Feature.SYNC_BATCHNORM),
         "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks",
+        "leave one of them out",
+    ),
+    Row(
+        (Feature.COMPILE, Feature.RECOMPUTE),
+        "train.compile and train.recompute are both given: the compiler decides itself what it computes again",
         "leave one of them out",
     ),
     Row(
@@ -349,6 +355,11 @@ TABLE: tuple[Row, ...] = (
         (Feature.KERAS, Feature.CHANNELS_LAST),
         "train.channels_last is for PyTorch, and the task is a KerasTask",
         "leave it out: Keras layers have a data_format",
+    ),
+    Row(
+        (Feature.KERAS, Feature.RECOMPUTE),
+        "train.recompute is for layers of PyTorch, and the model is one of Keras",
+        "leave it out",
     ),
     Row(
         (Feature.KERAS, Feature.OVERLAP),

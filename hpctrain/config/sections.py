@@ -82,6 +82,9 @@ class TrainConfig:
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
     sync_batchnorm: bool = False
     """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
+    recompute: tuple[str, ...] = ()
+    """PyTorch: patterns of layers, such as blocks.* or * for all, whose activations are not kept for the backward pass
+    but computed again in it: less memory, more time, the same numbers."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: int | None = None
@@ -573,6 +576,7 @@ class Config:
             Feature.NO_EVALUATIONS: train.eval_every_epochs is None and train.eval_every_steps is None,
             Feature.ONE_CYCLE: schedule.kind == "one_cycle",
             Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
+            Feature.RECOMPUTE: train.recompute,
             Feature.SCHEDULE: schedule != ScheduleConfig(),
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,

@@ -59,6 +59,7 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.ONE_CYCLE: {"schedule.kind": "one_cycle"},
     Feature.OVERLAP: {"reduce.overlap": "on"},
     Feature.PLATEAU: {"schedule.kind": "plateau"},
+    Feature.RECOMPUTE: {"train.recompute": "['*']"},
     Feature.SCHEDULE: {"schedule.kind": "cosine"},
     Feature.SHORT_BATCH: {"train.global_batch": "13"},
     Feature.STAGED_ENVIRONMENT: {"launch.stage_environment": "true"},
@@ -99,6 +100,7 @@ OF_ALL = {
 }
 TORCH = {
     *OF_ALL,
+    Feature.COMPILED_MODEL,
     Feature.EVALUATION_SCHEDULER,
     Feature.GATHER,
     Feature.HALF_PARAMETERS,
@@ -110,13 +112,14 @@ TORCH = {
 }
 OF_LOOP = {one for one, keys in KEYS.items() if "schedule.kind" in keys and one is not Feature.PLATEAU}
 OF_LOOP |= {Feature.DENSIFY, Feature.EARLY_STOP, Feature.EPOCHS, Feature.NO_CHECKPOINTS, Feature.WARMUP_EPOCHS}
-OF_LOOP |= {Feature.CHANNELS_LAST, Feature.NO_EVALUATIONS, Feature.OVERLAP, Feature.SAMPLER, Feature.WORKERS}
+OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.WORKERS}
 KERAS = {*(OF_ALL - OF_LOOP), Feature.KERAS_SCHEDULE, Feature.TEST_STEP, Feature.TRAIN_STEP}
 """Without what Keras has no part in, which is tried in PyTorch."""
+OF_IMAGES = {Feature.COMPILED_MODEL, Feature.HALF_PARAMETERS, Feature.JOINT_LAYERS, Feature.VOLUMES}
 CONTRARY = [
     {Feature.VALIDATION, Feature.NO_VALIDATION},
     {Feature.WARMUP, Feature.WARMUP_EPOCHS},  # two keys of one warm-up
-    *({Feature.SPARSE_ADAM, other} for other in (Feature.VOLUMES, Feature.JOINT_LAYERS, Feature.HALF_PARAMETERS)),
+    *({Feature.SPARSE_ADAM, of_images} for of_images in OF_IMAGES),
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch.compile itself
@@ -156,7 +159,7 @@ def run(uses: set[Feature], folder: Path) -> dict[str, float]:
     if Feature.RANKS in uses:
         two = World(Group("world"), Pair(), Group("local"), node=0, nodes=1, host="host")
         make_framework(config, two, make_problem(config, two).task, IntervalClock())
-    compiles = Feature.COMPILE in uses and not uses & KERAS_ONLY
+    compiles = uses & {Feature.COMPILE, Feature.COMPILED_MODEL} and not uses & KERAS_ONLY
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():  # minutes, else
         metrics = fit(config).metrics
     if Feature.REGISTRY in uses:
