@@ -267,11 +267,6 @@ TABLE: tuple[Row, ...] = (
         "set data.drop_last: true, or choose another train.global_batch",
     ),
     Row(
-        (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.SYNC_BATCHNORM),
-        "train.sync_batchnorm joins micro-batches that ranks have as many of, which ctx.split does not promise",
-        "set train.accumulate: 1, or use GroupNorm or LayerNorm",
-    ),
-    Row(
         (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.NO_SPLIT),
         "train.accumulate is {1}, but step never calls ctx.split",
         "write `for part in ctx.split(batch): ...` around the backward passes, or set train.accumulate: 1",

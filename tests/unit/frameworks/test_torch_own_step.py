@@ -385,16 +385,6 @@ def test_what_does_not_go_with_a_step(changes: dict[str, Any], message: str) -> 
         refuse(config.features() | task_features(config, own.gan(**changes), order, 4))
 
 
-def test_micro_batches_of_a_step_share_no_statistics() -> None:
-    order = Order(length=45, global_batch=15)
-    train = TrainConfig(steps=1, global_batch=15, sync_batchnorm=True)
-    config = Config(name="run", task="a:b", train=train)
-    refuse(config.features() | task_features(config, own.gan(), order, 2))
-    cut = dataclasses.replace(config, train=dataclasses.replace(train, accumulate=3))
-    with pytest.raises(UserError, match=r"train.sync_batchnorm joins micro-batches .* ctx.split"):
-        refuse(cut.features() | task_features(cut, own.gan(), order, 2))
-
-
 def test_every_rank_needs_a_sample_of_every_batch() -> None:
     config = Config(name="run", task="a:b", train=TrainConfig(steps=1, global_batch=15))
     order = Order(length=48, global_batch=15)
