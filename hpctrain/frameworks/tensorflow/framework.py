@@ -21,8 +21,9 @@ from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.tensorflow.dry_call import try_batch
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
-from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
+from hpctrain.frameworks.tensorflow.passes import Passes, SortedOut, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.frameworks.tensorflow.sparse import sparse_variables
 from hpctrain.frameworks.tensorflow.state import (
     VariableTensor,
     digest,
@@ -36,6 +37,7 @@ from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
+from hpctrain.reduce.tensorflow_tables import Tables
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, Sums
@@ -66,6 +68,8 @@ class ReadyTask:
     named: Named
     averages: Sequence[tf.Variable]
     """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
+    sorted_out: SortedOut
+    """Which gradients make the reducers' pieces."""
     reducers: KerasReducers
     reducer: Reducer | None
     """None if it has to be measured."""
@@ -91,9 +95,12 @@ class KerasFramework:
         self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
         self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
-        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages)
+        self.sorted_out = ready.sorted_out
+        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages, self.sorted_out)
         decay = train.ema_decay or 0.0
-        self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
+        self.update = Update(
+            task.optimizer, variables, self.pieces, train.compile, self.averages, decay, self.sorted_out
+        )
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
@@ -166,7 +173,8 @@ class KerasFramework:
 
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
-            np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
+            pieces = self._gradients(batches, global_samples)[: self.sorted_out.num_pieces]
+            np.asarray(add_up(pieces)[-1])  # waits for a device
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
@@ -193,8 +201,9 @@ class KerasFramework:
         pieces: list[tf.Tensor] = []
         for batch in batches:
             more = self.passes.gradients(batch, *self._scalars(global_samples))
-            pieces = [old + new for old, new in zip(pieces, more, strict=True)] if pieces else more
-        return pieces or self.pieces.zeros()
+            pieces = self.sorted_out.add(pieces, more) if pieces else more
+        tables = self.sorted_out.tables
+        return pieces or [*self.pieces.zeros(), *(tables.zeros() if tables is not None else ())]
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's share, and the loss scale."""
@@ -259,6 +268,8 @@ class KerasFramework:
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
+        if self.sorted_out.tables is not None:
+            self.sorted_out.tables.close()
 
 
 def open_keras(
@@ -280,7 +291,12 @@ def open_keras(
     refuse_what_cannot_work(task, config, world.data.size)
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
-    reducers = KerasReducers(Pieces(variables))
+    sparse = sparse_variables(task, config)
+    ids = {id(variable) for variable in sparse}
+    pieces = Pieces([variable for variable in variables if id(variable) not in ids])
+    tables = Tables(sparse, world.data, pieces.dtype) if sparse else None
+    sorted_out = SortedOut(variables, pieces, tables, sparse)
+    reducers = KerasReducers(pieces)
     reducer = choice.known(reducers)
     task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
@@ -293,7 +309,7 @@ def open_keras(
     broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
     averaged = variables if config.train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
-    ready = ReadyTask(task, named, averages, reducers, reducer)
+    ready = ReadyTask(task, named, averages, sorted_out, reducers, reducer)
     framework = KerasFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -15,10 +15,12 @@ import tensorflow as tf
 from hpctrain.errors import UserError
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.tensorflow_pieces import Pieces
+from hpctrain.reduce.tensorflow_tables import Tables
 from hpctrain.tasks.blame import words
 from hpctrain.tasks.definition import KerasTask
 
 Tensors = Mapping[str, tf.Tensor]
+T = TypeVar("T")
 
 
 class Traced:
@@ -71,18 +73,64 @@ class InMode(keras.Layer):
         return contextlib.nullcontext()
 
 
+class SortedOut:
+    """Which trainable variables' gradients make pieces, and which ones' rows travel beside them.
+
+    Args:
+        variables: all trainable ones, in order.
+        pieces: of those that are no tables.
+        tables: of the others, or None.
+        sparse: the others.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        pieces: Pieces,
+        tables: Tables | None = None,
+        sparse: Sequence[keras.Variable] = (),
+    ) -> None:
+        ids = {id(variable) for variable in sparse}
+        self.is_table = [id(variable) in ids for variable in variables]
+        self.tables = tables
+        self.num_pieces = len(pieces.shapes) + 1
+
+    def split(self, of_all: Sequence[T]) -> tuple[list[T], list[T]]:
+        """What belongs to each variable: of those in pieces, and of tables."""
+        pairs = list(zip(self.is_table, of_all, strict=True))
+        return [one for is_table, one in pairs if not is_table], [one for is_table, one in pairs if is_table]
+
+    def joined(self, of_pieces: Sequence[Any], of_tables: Sequence[Any]) -> list[Any]:
+        """Undoes ``split``."""
+        rest, rows = iter(of_pieces), iter(of_tables)
+        return [next(rows) if is_table else next(rest) for is_table in self.is_table]
+
+    def add(self, tensors: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum of two micro-batches' pieces and rows."""
+        cut = self.num_pieces
+        summed = [old + new for old, new in zip(tensors[:cut], more[:cut], strict=True)]
+        return summed if self.tables is None else [*summed, *self.tables.joined(tensors[cut:], more[cut:])]
+
+
 class Passes:
     """What is computed from one batch of one task."""
 
     def __init__(
-        self, task: KerasTask, pieces: Pieces, sparse: str, compiled: bool, averages: Sequence[tf.Variable] = ()
+        self,
+        task: KerasTask,
+        pieces: Pieces,
+        sparse: str,
+        compiled: bool,
+        averages: Sequence[tf.Variable] = (),
+        sorted_out: SortedOut | None = None,
     ) -> None:
         """
         Args:
             pieces: of the trainable variables' gradients.
-            sparse: ``densify`` or ``refuse``, for gradients of embeddings.
+            sparse: ``reduce.sparse``, for gradients of embeddings.
             compiled: let XLA compile the forward and backward pass.
             averages: what evaluation and prediction use in place of the trainable variables, if there are any.
+            sorted_out: which of the trainable variables are in ``pieces``, and which beside them; by default all are.
         """
         self.task = task
         self.variables = task.model.trainable_variables
@@ -91,8 +139,9 @@ class Passes:
         self.weighted: bool | None = None
         """Whether the task's loss gives a weight, once it is known."""
         self.averages = averages
+        self.sorted_out = sorted_out or SortedOut(self.variables, pieces)
         self.gradients = Traced(self._gradients, compiled)
-        """gradients(batch, share, loss_scale) -> pieces: of the loss' sum over the batch times both.
+        """gradients(batch, share, loss_scale) -> pieces, and rows of tables behind: of the loss' sum times both.
 
         ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
         """
@@ -114,9 +163,12 @@ class Passes:
                 "loss does not depend on the weights of the Keras model: nothing would be trained",
                 "compute it from the outputs with Keras or TensorFlow operations that have gradients, unlike argmax",
             )
-        dense = [self._dense(variable, gradient) for variable, gradient in zip(self.variables, gradients, strict=True)]
+        in_pieces, of_tables = self.sorted_out.split(list(zip(self.variables, gradients, strict=True)))
+        dense = [self._dense(variable, gradient) for variable, gradient in in_pieces]
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.pieces.pack_with(dense, slots)
+        pieces = self.pieces.pack_with(dense, slots)
+        tables = self.sorted_out.tables
+        return pieces if tables is None else [*pieces, *tables.pack([gradient for _, gradient in of_tables])]
 
     def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
         with self._average_weights():
@@ -213,17 +265,21 @@ class Update:
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
         ema_decay: float = 0.0,
+        sorted_out: SortedOut | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.sorted_out = sorted_out or SortedOut(variables, pieces)
         self.variables = variables
         self.pieces = pieces
         self.averages = averages
         self.ema_decay = ema_decay
         self.run = tf.function(self._run, jit_compile=compiled or None)
-        """run(pieces) -> True: with gradients of the global batch; slots are left out."""
+        """run(pieces, rows) -> True: with gradients of the global batch; slots are left out."""
 
-    def _run(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        gradients = zip(self.pieces.unpack(pieces), self.variables, strict=True)
+    def _run(self, pieces: Sequence[tf.Tensor], rows: Sequence[tf.Tensor] = ()) -> tf.Tensor:
+        tables = self.sorted_out.tables
+        of_tables = tables.unpack(rows) if tables is not None else []
+        gradients = zip(self.sorted_out.joined(self.pieces.unpack(pieces), of_tables), self.variables, strict=True)
         self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
         for average, variable in zip(self.averages, self.variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))

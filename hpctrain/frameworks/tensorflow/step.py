@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Traced, Update
 from hpctrain.frameworks.update import NotFinite, UpdateRule
-from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT, read_slots
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.tensorflow_reducer import Reducer
 from hpctrain.train.clock import Phase, StepClock
 
@@ -68,29 +68,37 @@ class Step:
         self._complete(self.passes.gradients(batch, share, loss_scale))
 
     def _complete(self, pieces: Sequence[tf.Tensor]) -> None:
-        *gradients, slots = pieces
-        with tf.control_dependencies(gradients):
+        cut = self.passes.sorted_out.num_pieces
+        *gradients, slots = pieces[:cut]
+        rows = list(pieces[cut:])
+        with tf.control_dependencies([*gradients, *rows]):
             slots = like(slots, tf.numpy_function(self.judge.arrive, [slots], slots.dtype))
         with tf.control_dependencies([slots]):
             *sums, slots = self.reducer.borrow([*gradients, slots])
-        with tf.control_dependencies(sums):
+        tables = self.passes.sorted_out.tables
+        if tables is not None:
+            with tf.control_dependencies([*sums, slots]):
+                rows = tables.sum([tf.identity(tensor) for tensor in rows])
+            slots += tables.square(rows) * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
+        with tf.control_dependencies([*sums, *rows]):
             factor = like(tf.zeros(()), tf.numpy_function(self.judge.decide, [slots], tf.float64))
         with tf.control_dependencies([factor]):
             if self.judge.rule.loss_scale is None:
-                done = self._update(sums, factor)
+                done = self._update(sums, rows, factor)
             else:
                 finite = tf.math.is_finite(factor)
-                done = tf.cond(finite, lambda: self._update(sums, factor), lambda: tf.constant(True))
+                done = tf.cond(finite, lambda: self._update(sums, rows, factor), lambda: tf.constant(True))
         if self.reducer.lends:
             with tf.control_dependencies([done]):
                 tf.raw_ops.Assert(condition=done, data=sums)  # holds them until the update is done
 
-    def _update(self, sums: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
+    def _update(self, sums: Sequence[tf.Tensor], rows: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
         if self.judge.rule.needs_norm or self.passes.weighted is not False:
             sums = [total * tf.cast(factor, total.dtype) for total in sums]
+            rows = [each * tf.cast(factor, each.dtype) if number % 2 else each for number, each in enumerate(rows)]
         elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
             sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
-        return self.update.run(sums)
+        return self.update.run(sums, rows)
 
 
 def like(tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
