@@ -50,24 +50,33 @@ if TYPE_CHECKING:
     from hpctrain.reduce.torch_reducer import broadcast as torch_broadcast
     from hpctrain.reduce.torch_reducer import measured_reducer as torch_reducer
     from hpctrain.run.events import Event
+    from hpctrain.run.figures import Curve, Matrix
     from hpctrain.run.view import RunView
     from hpctrain.tasks.definition import KerasTask, TorchScheduler, TorchTask
+    from hpctrain.tasks.meters import Selected
     from hpctrain.track.sink import Sink
+    from hpctrain.train.confusion import F1, ConfusionMatrix
     from hpctrain.train.framework import StepResult
     from hpctrain.train.hooks import BaseHook, Hook, RateHook, StopReason
     from hpctrain.train.loop import RunSummary, Trainer
+    from hpctrain.train.metrics import Metric
+    from hpctrain.train.ranking import AUC, PrecisionRecallCurve, RocCurve
     from hpctrain.train.state import TrainState
     from hpctrain.train.training import Training
 
 _HOMES = {
+    "AUC": "hpctrain.train.ranking:AUC",
     "BaseHook": "hpctrain.train.hooks:BaseHook",
     "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
+    "ConfusionMatrix": "hpctrain.train.confusion:ConfusionMatrix",
     "CurriculumSampler": "hpctrain.data.samplers:CurriculumSampler",
+    "Curve": "hpctrain.run.figures:Curve",
     "Dataset": "hpctrain.data.dataset:Dataset",
     "Epoch": "hpctrain.data.order:Epoch",
     "Event": "hpctrain.run.events:Event",
     "ExitCode": "hpctrain.errors:ExitCode",
+    "F1": "hpctrain.train.confusion:F1",
     "Field": "hpctrain.data.dataset:Field",
     "Group": "hpctrain.comm.group:Group",
     "Hook": "hpctrain.train.hooks:Hook",
@@ -77,17 +86,22 @@ _HOMES = {
     "KerasTask": "hpctrain.tasks.definition:KerasTask",
     "LengthGroupedSampler": "hpctrain.data.samplers:LengthGroupedSampler",
     "Loaded": "hpctrain.checkpoint:Loaded",
+    "Matrix": "hpctrain.run.figures:Matrix",
+    "Metric": "hpctrain.train.metrics:Metric",
     "MonitorClock": "hpctrain.monitor.rank.clock:RingClock",
     "MonitorConfig": "hpctrain.config.sections:MonitorConfig",
     "MonitorSession": "hpctrain.monitor.rank.session:Session",
     "NoRequeue": "hpctrain.errors:NoRequeue",
+    "PrecisionRecallCurve": "hpctrain.train.ranking:PrecisionRecallCurve",
     "RateHook": "hpctrain.train.hooks:RateHook",
     "ReduceConfig": "hpctrain.config.sections:ReduceConfig",
     "Retention": "hpctrain.checkpoint:Retention",
+    "RocCurve": "hpctrain.train.ranking:RocCurve",
     "RunFailed": "hpctrain.errors:RunFailed",
     "RunSummary": "hpctrain.train.loop:RunSummary",
     "RunView": "hpctrain.run.view:RunView",
     "Saver": "hpctrain.checkpoint:Saver",
+    "Selected": "hpctrain.tasks.meters:Selected",
     "Sink": "hpctrain.track.sink:Sink",
     "StepResult": "hpctrain.train.framework:StepResult",
     "StopReason": "hpctrain.train.hooks:StopReason",
@@ -119,10 +133,14 @@ _HOMES = {
 """Where each name is defined: module:attribute."""
 
 __all__ = [
+    "AUC",
+    "F1",
     "BaseHook",
     "CheckpointStore",
     "Config",
+    "ConfusionMatrix",
     "CurriculumSampler",
+    "Curve",
     "Dataset",
     "Epoch",
     "Event",
@@ -136,17 +154,22 @@ __all__ = [
     "KerasTask",
     "LengthGroupedSampler",
     "Loaded",
+    "Matrix",
+    "Metric",
     "MonitorClock",
     "MonitorConfig",
     "MonitorSession",
     "NoRequeue",
+    "PrecisionRecallCurve",
     "RateHook",
     "ReduceConfig",
     "Retention",
+    "RocCurve",
     "RunFailed",
     "RunSummary",
     "RunView",
     "Saver",
+    "Selected",
     "Sink",
     "StepResult",
     "StopReason",

@@ -111,7 +111,7 @@ def cross_entropy(outputs: tf.Tensor, batch: Any) -> tf.Tensor:
 
 
 @dataclass(frozen=True)
-class Problem:
+class BenchModel:
     """A model on this rank's samples."""
 
     model: keras.Model
@@ -119,19 +119,19 @@ class Problem:
     batch: dict[str, NDArray[Any]]
 
 
-def make_problem(name: str, world: World) -> Problem:
+def make_model(name: str, world: World) -> BenchModel:
     """The same weights on every rank, other samples."""
     keras.utils.set_random_seed(0)
     make, shape = MODELS[name]
     random = np.random.default_rng(1 + world.rank)
     inputs, labels = random.normal(size=shape).astype(np.float32), random.integers(0, 10, shape[0])
-    return Problem(make(), keras.optimizers.SGD(1e-3, momentum=0.9), {"input": inputs, "label": labels})
+    return BenchModel(make(), keras.optimizers.SGD(1e-3, momentum=0.9), {"input": inputs, "label": labels})
 
 
 class Ours:
     """hpctrain's own step, as the training loop calls it."""
 
-    def __init__(self, problem: Problem, world: World, reduce: ReduceConfig, chosen: str | None) -> None:
+    def __init__(self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None) -> None:
         task = KerasTask(problem.model, cross_entropy, problem.optimizer, None)
         samples = len(problem.batch["label"]) * world.size
         train = TrainConfig(steps=1, global_batch=samples)
@@ -149,7 +149,7 @@ class Plain:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: BenchModel,
         tape_of: Callable[[tf.GradientTape], Any] = lambda tape: tape,
         run: Callable[..., Any] = lambda function, *args: function(*args),
         close: Callable[[], None] = lambda: None,
@@ -176,7 +176,7 @@ class Plain:
         return hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in self.model.trainable_variables)).hexdigest()
 
 
-def plain_horovod(problem: Problem) -> Plain:
+def plain_horovod(problem: BenchModel) -> Plain:
     """Horovod's DistributedGradientTape at its defaults."""
     import horovod.tensorflow as hvd
 
@@ -198,7 +198,7 @@ def workers(world: World) -> tf.distribute.Strategy:
 def mirrored(strategy: Any, model: str, world: World) -> Plain:
     """The plain step under a strategy: Keras' optimizers sum gradients over its replicas."""
     with strategy.scope():
-        return Plain(make_problem(model, world), run=lambda function, *args: strategy.run(function, args=args))
+        return Plain(make_model(model, world), run=lambda function, *args: strategy.run(function, args=args))
 
 
 class Choices:
@@ -213,7 +213,7 @@ class Choices:
         os.environ.pop("HOROVOD_CYCLE_TIME", None)
         if contender == "mwms":
             return mirrored(self.strategy, model, self.world)
-        problem = make_problem(model, self.world)
+        problem = make_model(model, self.world)
         if contender == "plain":
             return Plain(problem)
         if contender == "horovod-plain":

@@ -58,7 +58,7 @@ def conv() -> tuple[nn.Module, Tensor, Tensor]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt, "mlp": mlp, "conv": conv}
 
 
-class Problem:
+class BenchModel:
     """A model on this rank's samples."""
 
     def __init__(self, model: str, world: World) -> None:
@@ -79,7 +79,7 @@ class Problem:
 class Ours:
     """A reducer of ours."""
 
-    def __init__(self, problem: Problem, reducer: Reducer, size: int) -> None:
+    def __init__(self, problem: BenchModel, reducer: Reducer, size: int) -> None:
         self.problem, self.reducer, self.size = problem, reducer, size
 
     def backward(self) -> None:
@@ -103,7 +103,9 @@ class Ours:
 class Plain:
     """A loop as its documentation shows it."""
 
-    def __init__(self, problem: Problem, model: Any, optimizer: Any, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, problem: BenchModel, model: Any, optimizer: Any, close: Callable[[], None] = lambda: None
+    ) -> None:
         self.problem, self.model, self.optimizer, self.close = problem, model, optimizer, close
 
     def step(self) -> None:
@@ -115,12 +117,12 @@ class Plain:
         return self.problem.weights_hash()
 
 
-def distributed_data_parallel(problem: Problem) -> Plain:
+def distributed_data_parallel(problem: BenchModel) -> Plain:
     """torch's own, over gloo."""
     return Plain(problem, nn.parallel.DistributedDataParallel(problem.model), problem.optimizer)
 
 
-def plain_horovod(problem: Problem) -> Plain:
+def plain_horovod(problem: BenchModel) -> Plain:
     """Horovod's DistributedOptimizer at its defaults."""
     import horovod.torch as hvd
 
@@ -140,7 +142,7 @@ class Choices:
     def make(self, contender: str, model: str) -> Contender:
         """A contender with a fresh model."""
         os.environ.pop("HOROVOD_CYCLE_TIME", None)
-        problem, size = Problem(model, self.world), self.world.data.size
+        problem, size = BenchModel(model, self.world), self.world.data.size
         if contender == "none":
             return Ours(problem, NoReducer(list(problem.model.named_parameters())), 1)
         if contender == "ddp":
@@ -156,7 +158,7 @@ class Choices:
             problem, make_reducer(Candidate.parse(contender), self.world.data, problem.model, ReduceConfig()), size
         )
 
-    def _automatic(self, problem: Problem, model: str) -> Reducer:
+    def _automatic(self, problem: BenchModel, model: str) -> Reducer:
         config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
         reducer = measured_reducer(
             config,

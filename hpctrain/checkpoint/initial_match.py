@@ -122,9 +122,9 @@ def guessed_rename(missing: Sequence[str], unexpected: Sequence[str]) -> str:
             by_ending.setdefault(ending, other)
     votes: Counter[tuple[str, str]] = Counter()
     for name in missing:
-        ending = next((one for one in endings(name) if one in by_ending), None)
-        if ending is not None and ("." in ending or ending in (name, by_ending[ending])):
-            votes[by_ending[ending].removesuffix(ending), name.removesuffix(ending)] += 1
+        common = next((one for one in endings(name) if one in by_ending), None)
+        if common is not None and ("." in common or common in (name, by_ending[common])):
+            votes[by_ending[common].removesuffix(common), name.removesuffix(common)] += 1
     if not votes:
         return ""
     (old, new), _ = votes.most_common(1)[0]

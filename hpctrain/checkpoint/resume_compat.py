@@ -21,6 +21,7 @@ DECISIVE = (
     "train.precision",
     "train.clip_norm",
     "train.ema_decay",
+    "train.sync_batchnorm",
     "schedule",
     "reduce.compression",
     "data.shuffle",
@@ -47,7 +48,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-SCHEDULE = flat(dataclasses.asdict(ScheduleConfig()), "schedule.")
+EARLIER = {**flat(dataclasses.asdict(ScheduleConfig()), "schedule."), "train.sync_batchnorm": False}
 """Keys that an earlier version may lack, and what it did."""
 
 
@@ -69,7 +70,7 @@ def finite(value: Any, instead: Any) -> Any:
 
 def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's identity that a resumed run must share, by dotted key."""
-    values = SCHEDULE | flat(identity["config"])
+    values = EARLIER | flat(identity["config"])
     keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
     chosen = {key: values[key] for key in values if any(f"{key}.".startswith(f"{one}.") for one in keys)}
     if "task" in chosen:

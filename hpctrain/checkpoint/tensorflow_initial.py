@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -49,5 +50,10 @@ def load_keras_file(source: Source, framework: Framework) -> Match:
 def datasets(file: h5py.File) -> list[str]:
     """Paths of all datasets; links to other files are not followed."""
     names: list[str] = []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+
+    def note(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            names.append(name)
+
+    file.visititems(note)
     return names

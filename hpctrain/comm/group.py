@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,8 @@ QUICK_LOOKS = 200
 """At a meeting, before any at the clock: those would add a fifth to the time of a quick one."""
 LARGEST_BYTES = 1 << 30
 """Of one message: MPI counts are 32-bit before MPI 4."""
+
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class Group:
@@ -63,12 +65,23 @@ class Group:
             timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
-            request = self.comm.Ibarrier()
-            for _ in range(QUICK_LOOKS):
-                if request.Test():
-                    return
-                os.sched_yield()
-            self._wait(request, what, timeout_s, sleeps=False)
+            self._wait_awake(self.comm.Ibarrier(), what, timeout_s)
+
+    def same(self, number: int, what: str, timeout_s: float = TIMEOUT_S) -> bool:
+        """Whether all ranks gave the same number. It waits as ``meet`` does.
+
+        Args:
+            number: this rank's.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+        """
+        if not self.comm:
+            return True
+        from mpi4py import MPI
+
+        extremes = np.array([number, -number], np.int64)
+        self._wait_awake(self.comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MIN), what, timeout_s)
+        return bool(extremes[0] == -extremes[1])
 
     def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """The values of all ranks, in rank order.
@@ -87,6 +100,36 @@ class Group:
         self._wait(self.comm.Iallgatherv(mine, (everything, sizes.tolist())), what, timeout_s)
         ends = np.cumsum(sizes)
         return [json.loads(everything[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+
+    def allgather_array(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        """The arrays of all ranks, joined along their first axis in rank order.
+
+        Args:
+            values: of the same dtype and shape on every rank, but for the length of the first axis.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+
+        Returns:
+            A new array.
+
+        Raises:
+            RunFailed: the arrays do not fit together, or are more than 1 GiB.
+        """
+        if not self.comm:
+            return np.array(values)
+        told = self.allgather([list(values.shape), values.dtype.str], what, timeout_s)
+        shapes = [shape for shape, _ in told]
+        if any(shape[1:] != shapes[0][1:] or kind != told[0][1] for shape, kind in told):
+            kinds = ", ".join(f"{kind}{shape}" for shape, kind in told)
+            raise RunFailed(f"arrays of the ranks do not fit together: {kinds}", "give all but the first axis one size")
+        out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), values.dtype)
+        if out.nbytes > LARGEST_BYTES:
+            raise RunFailed(f"the arrays of all ranks together have {out.nbytes} bytes", "gather 1 GiB at most")
+        row = out.nbytes // max(len(out), 1)
+        sizes = [shape[0] * row for shape in shapes]
+        mine = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self._wait(self.comm.Iallgatherv(mine, (out.reshape(-1).view(np.uint8), sizes)), what, timeout_s)
+        return out
 
     def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
         """The root's value, on every rank.
@@ -124,6 +167,38 @@ class Group:
             self._wait(self.comm.Iallreduce(MPI.IN_PLACE, total), what, timeout_s)
         return total
 
+    def gather(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        """The arrays of all ranks. It does not sleep, but leaves its core to whoever can use it; see ``meet``.
+
+        Args:
+            values: numbers, C-contiguous, of the same shape and dtype on every rank.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+
+        Returns:
+            A new array with a leading axis of ranks, in their order.
+        """
+        everything = np.empty((self.size, *values.shape), values.dtype)
+        if self.comm:
+            self._wait(self.comm.Iallgather(values, everything), what, timeout_s, sleeps=False)
+        else:
+            everything[0] = values
+        return everything
+
+    def part(self, name: str, takes_part: bool) -> Group | None:
+        """The ranks that take part, in the same order, on a communicator of their own; None on the others. Collective.
+
+        Args:
+            name: of the new group, for people.
+            takes_part: whether this rank does.
+        """
+        if self.comm is None:
+            return Group(name) if takes_part else None
+        from mpi4py import MPI
+
+        comm = self.comm.Split(0 if takes_part else MPI.UNDEFINED, self.rank)
+        return Group(name, comm) if takes_part else None
+
     def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Overwrites an array with the root's, in place.
 
@@ -134,9 +209,32 @@ class Group:
             timeout_s: seconds after which it raises RunFailed.
         """
         if self.comm:
-            everything = values.reshape(-1).view(np.uint8)
-            for begin in range(0, everything.size, LARGEST_BYTES):
-                self._wait(self.comm.Ibcast(everything[begin : begin + LARGEST_BYTES], root), what, timeout_s)
+            for piece in pieces_of(values):
+                self._wait(self.comm.Ibcast(piece, root), what, timeout_s)
+
+    def merge(
+        self, mine: Arrays, add: Callable[[Arrays, Arrays], Arrays], what: str, timeout_s: float = TIMEOUT_S
+    ) -> Arrays | None:
+        """What the ranks hold, merged by twos: neighbours first, then neighbouring pairs, so that order is kept.
+
+        Args:
+            mine: arrays of numbers by name; shapes may differ between ranks.
+            add: add(first, second) merges the arrays of ranks with those of the ranks behind them.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+
+        Returns:
+            Everything merged, on rank 0; None elsewhere.
+        """
+        distance = 1
+        while distance < self.size:
+            if self.rank % (2 * distance):
+                self._send(mine, self.rank - distance, what, timeout_s)
+                return None
+            if self.rank + distance < self.size:
+                mine = add(mine, self._receive(self.rank + distance, what, timeout_s))
+            distance *= 2
+        return mine
 
     def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
         """Starts an elementwise minimum over the ranks.
@@ -169,6 +267,36 @@ class Group:
         if self.comm:
             self.comm.Free()
 
+    def _wait_awake(self, request: MPI.Request, what: str, timeout_s: float) -> None:
+        """Polls without sleeping."""
+        for _ in range(QUICK_LOOKS):
+            if request.Test():
+                return
+            os.sched_yield()
+        self._wait(request, what, timeout_s, sleeps=False)
+
+    def _send(self, arrays: Arrays, rank: int, what: str, timeout_s: float) -> None:
+        assert self.comm
+        rows = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        head = json.dumps({name: [array.shape, array.dtype.str] for name, array in rows.items()}).encode()
+        size = np.array([len(head)], dtype=np.int64)
+        messages: list[NDArray[Any]] = [size, np.frombuffer(head, np.uint8), *rows.values()]
+        for values in messages:
+            for piece in pieces_of(values):
+                self._wait(self.comm.Isend(piece, rank), what, timeout_s)
+
+    def _receive(self, rank: int, what: str, timeout_s: float) -> Arrays:
+        assert self.comm
+        begin = self.comm.Irecv
+
+        def fill(values: NDArray[Any]) -> NDArray[Any]:
+            for piece in pieces_of(values):
+                self._wait(begin(piece, rank), what, timeout_s)
+            return values
+
+        head = json.loads(fill(np.empty(fill(np.empty(1, np.int64))[0], np.uint8)).tobytes())
+        return {name: fill(np.empty(shape, np.dtype(kind))) for name, (shape, kind) in head.items()}
+
     def _wait(self, request: MPI.Request, what: str, timeout_s: float, sleeps: bool = True) -> None:
         """Polls; one that sleeps does so ever longer, so that waiting ranks leave the cores to those that work."""
         last, waited, pause = time.monotonic(), 0.0, 0.0
@@ -186,3 +314,10 @@ class Group:
             elif waited > 1e-4:
                 time.sleep(pause)
                 pause = min(pause + 1e-4, 0.01)
+
+
+def pieces_of(values: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a C-contiguous array, in messages that MPI can count."""
+    everything = values.reshape(-1).view(np.uint8)
+    for begin in range(0, everything.size, LARGEST_BYTES):
+        yield everything[begin : begin + LARGEST_BYTES]

@@ -22,7 +22,7 @@ from pathlib import Path
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.horovod_wheel import cache, patch
 from hpctrain.horovod_wheel.build import PIP, Build, Say
-from hpctrain.horovod_wheel.recipe import Recipe
+from hpctrain.horovod_wheel.recipe import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import (
     Mpi,
     check_compiler,
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     check_mpi4py(mpi)
     cuda = find_cuda() if args.gpu else None
     edits = patch.edits(args.gpu)
-    recipe = Recipe(
+    recipe = WheelRecipe(
         horovod=patch.VERSION,
         patch=patch.digest(edits),
         python=f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
@@ -137,7 +137,7 @@ def _version_of(*names: str) -> str | None:
     return None
 
 
-def _cached_wheel(folders: Sequence[Path], recipe: Recipe) -> Path | None:
+def _cached_wheel(folders: Sequence[Path], recipe: WheelRecipe) -> Path | None:
     return next((wheel for folder in folders for wheel in folder.glob(f"horovod-{recipe.version}-*.whl")), None)
 
 

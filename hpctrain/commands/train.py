@@ -60,16 +60,20 @@ def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
     from hpctrain.errors import UserError
     from hpctrain.rank import wiring
     from hpctrain.rank.session import Outcome
+    from hpctrain.run.figures import as_json
     from hpctrain.train.evaluation import evaluate as evaluate_over_ranks
     from hpctrain.train.hooks import StopReason
 
     with load_trained(args, session) as (config, framework, problem, step):
-        if problem.validation is None:
+        if not problem.validation:
             raise UserError(f"task {config.task} has no validation data", "return TorchTask(..., validation=...)")
-        data = wiring.make_validation(config, session.world, problem.validation, problem.task.collate)
-        metrics = evaluate_over_ranks(framework, data, session.world.data)
+        sets = wiring.make_validation_sets(config, session.world, problem)
+        found = evaluate_over_ranks(framework, sets, session.world.data)
         if session.world.rank == 0:
+            metrics = found.metrics
             values = {"step": step, "metrics": metrics}
+            if found.figures:
+                values["figures"] = {name: as_json(figure) for name, figure in found.figures.items()}
             plain = "\n".join([f"step {step}", *(f"{name} {value:.6g}" for name, value in metrics.items())])
             foreign_text.show(json.dumps(values) if args.json else plain)
         return Outcome(StopReason.COMPLETED, step)
@@ -87,7 +91,7 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
 
     with load_trained(args, session) as (config, framework, problem, step):
         with session.phase("open the data to predict over"):
-            dataset = problem.validation
+            dataset = next(iter(problem.validation.values()), None)
             if args.data:
                 outside = config.data.allow_outside
                 dataset = open_dataset(args.data, allow_outside=outside)

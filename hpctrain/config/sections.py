@@ -73,10 +73,14 @@ class TrainConfig:
     """Evaluate every N epochs."""
     eval_every_steps: int | None = None
     """Evaluate every N steps, too."""
+    eval_batch_per_rank: int | None = None
+    """Samples of one validation batch on each rank; by default as many as in a training micro-batch."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
+    sync_batchnorm: bool = False
+    """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: int | None = None
@@ -85,8 +89,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("epochs", "steps", "global_batch", "batch_per_rank", "accumulate", "eval_every_epochs"):
             at_least(f"train.{key}", getattr(self, key), 1)
+        at_least("train.eval_batch_per_rank", self.eval_batch_per_rank, 1)
         at_least("train.eval_every_steps", self.eval_every_steps, 1)
         at_least("train.threads", self.threads, 1)
+        if self.compile and self.sync_batchnorm:
+            both = "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks"
+            raise WrongValue("train.compile", both, "leave one of them out")
         above("train.clip_norm", self.clip_norm, 0)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             key = "train.ema_decay"

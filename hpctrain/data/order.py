@@ -16,9 +16,13 @@ import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
+from hpctrain.data.feistel import FeistelPermutation
 from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
+LARGE_SAMPLES = 2**24
+"""From this number of samples on, a full shuffle is computed position by position: no memory, no work at the beginning
+of an epoch."""
 GROUP_BLOCKS = 16
 """Blocks whose samples are shuffled together if shuffle is ``block``."""
 
@@ -108,8 +112,9 @@ class Order:
     seed: int = 0
     """0 to 2**64 - 1."""
     shuffle: Shuffle = "full"
-    """full: a permutation of all samples (4 or 8 bytes of memory a sample); block: blocks of samples are permuted, then
-    the samples within each group of ``GROUP_BLOCKS`` blocks; none: as they are stored, in every epoch."""
+    """full: a permutation of all samples (4 bytes of memory a sample below LARGE_SAMPLES, none above); block: blocks of
+    samples are permuted, then the samples within each group of ``GROUP_BLOCKS`` blocks; none: as they are stored, in
+    every epoch."""
     block_samples: int = 1024
     """Samples of a block."""
     drop_last: bool = False
@@ -213,6 +218,16 @@ class Sampled(EpochOrder):
         return self.before[begin:end]
 
 
+class LargeShuffle(EpochOrder):
+    """A permutation of all samples that is never held in memory."""
+
+    def __init__(self, permutation: FeistelPermutation) -> None:
+        self.permutation = permutation
+
+    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
+        return self.permutation(begin, end)
+
+
 class FullShuffle(EpochOrder):
     """A permutation of all samples."""
 
@@ -272,9 +287,11 @@ def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
         blocks = np.arange(-(-order.length // order.block_samples), dtype=np.int64)
         keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
         return BlockShuffle(order, epoch, blocks)
-    dtype = np.int32 if order.length <= np.iinfo(np.int32).max else np.int64
-    permutation = np.arange(order.length, dtype=dtype)
-    keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(permutation)
+    rng = keyed_generator(order.seed, epoch, Stream.ORDER)
+    if order.length >= LARGE_SAMPLES:
+        return LargeShuffle(FeistelPermutation.draw(order.length, rng))
+    permutation = np.arange(order.length, dtype=np.int32)
+    rng.shuffle(permutation)
     return FullShuffle(permutation)
 
 

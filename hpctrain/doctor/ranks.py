@@ -6,7 +6,9 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpctrain.comm.world import EXPECTED_RANKS
@@ -14,11 +16,14 @@ from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.doctor.link import MARK
 from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.system import python
+from hpctrain.system import processes, python
 from hpctrain.system.cores import usable_cores
 from hpctrain.system.processes import own_session
 
 TIMEOUT_S = 120.0
+POLL_S = 0.05
+ENDED_S = 5.0
+"""Seconds that mpirun has to end after all its ranks have. One whose ranks fail while MPI starts may wait for ever."""
 SLOW_LATENCY_US = 20.0
 """Above this, ranks on one node go through the network stack or share a core."""
 
@@ -43,12 +48,12 @@ def findings(ranks: int) -> list[Finding]:
     words = [*mpirun.argv(ranks, {}, cores), *python.module("hpctrain.doctor.link")]
     try:
         with own_session(environment) as session:
-            done = subprocess.run(words, env=session, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            output, messages = answer(words, session)
     except subprocess.TimeoutExpired as error:
         fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
         raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error
-    text = done.stdout + done.stderr
-    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
+    text = output + messages
+    line = next((line for line in output.splitlines() if line.startswith(MARK)), None)
     if line is None:
         said = [line for line in text.splitlines() if line.strip(" -")]
         what = said[-1][:300] if said else "they print nothing"
@@ -56,6 +61,37 @@ def findings(ranks: int) -> list[Finding]:
     facts = json.loads(line.removeprefix(MARK))
     who = Finding("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
     return [who, *judge(facts, transport(text, library.version))]
+
+
+def answer(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """What a launcher and its ranks print, on standard output and on standard error.
+
+    Raises:
+        subprocess.TimeoutExpired: they do not end in time.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output, tempfile.TemporaryFile("w+") as messages:
+        launcher = subprocess.Popen(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=messages, text=True
+        )
+        begin = alone_since = time.monotonic()
+        has_started = False
+        try:
+            while launcher.poll() is None and (now := time.monotonic()) < alone_since + ENDED_S:
+                if now > begin + TIMEOUT_S:
+                    raise subprocess.TimeoutExpired(words, TIMEOUT_S)
+                is_alone = not processes.has_children(launcher.pid)
+                has_started |= not is_alone
+                if not (has_started and is_alone):
+                    alone_since = now
+                time.sleep(POLL_S)
+        finally:
+            launcher.kill()
+            launcher.wait()
+        texts = []
+        for file in (output, messages):
+            file.seek(0)
+            texts.append(file.read())
+    return texts[0], texts[1]
 
 
 def transport(text: str, version: str) -> str:

@@ -21,7 +21,9 @@ SMALLEST = 2.0**-10
 class LossScale:
     """Halved when a gradient overflows, doubled after many steps without. Equal on all ranks: so are the sums."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = NAME) -> None:
+        """``name`` of its state: a task with several optimizers has a scale for each."""
+        self.name = name
         self.state = np.array([INITIAL, 0.0], np.float64)
         """The scale, and the updates since it changed."""
 
@@ -43,9 +45,9 @@ class LossScale:
 
     def tensors(self) -> list[ArrayTensor]:
         """Its state, for checkpoints."""
-        return [ArrayTensor(NAME, self.state)]
+        return [ArrayTensor(self.name, self.state)]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Takes over a saved state, if there is one."""
-        if NAME in arrays:
-            self.state[:] = arrays[NAME]
+        if self.name in arrays:
+            self.state[:] = arrays[self.name]

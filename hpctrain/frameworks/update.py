@@ -68,10 +68,10 @@ def clip_factor(norm: float | None, limit: float | None) -> float:
     return limit / norm if limit is not None and norm is not None and norm > limit else 1.0
 
 
-def ranks_at_fault(group: Group, own_finite: bool) -> NonFiniteLoss:
-    """Says on which ranks the loss or the gradient is not finite. Collective."""
+def ranks_at_fault(group: Group, own_finite: bool, what: str = "the loss") -> NonFiniteLoss:
+    """Says on which ranks the loss or the gradient is not finite, and which loss. Collective."""
     everywhere = group.allgather(own_finite, "find the rank whose loss is not finite")
-    return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite])
+    return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite], what)
 
 
 @dataclass(frozen=True)

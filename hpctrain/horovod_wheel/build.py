@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.horovod_wheel import patch
-from hpctrain.horovod_wheel.recipe import Recipe
+from hpctrain.horovod_wheel.recipe import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
 from hpctrain.system import python
 
@@ -45,7 +45,7 @@ PIP = tuple(python.module("pip", "--disable-pip-version-check", "--no-input"))
 class Build:
     """One build in a folder of its own, which survives an interruption and lets the next attempt resume."""
 
-    def __init__(self, cache: Path, recipe: Recipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
+    def __init__(self, cache: Path, recipe: WheelRecipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
         self.cache = cache
         self.recipe = recipe
         self.mpi = mpi

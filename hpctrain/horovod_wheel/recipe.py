@@ -10,7 +10,7 @@ from hpctrain.horovod_wheel import patch
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WheelRecipe:
     """All that a wheel depends on; equal recipes give equal wheels."""
 
     horovod: str

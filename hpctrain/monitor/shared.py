@@ -85,7 +85,7 @@ def map_memory(handle: int, layout: Layout) -> mmap.mmap:
 
 
 @dataclass(frozen=True)
-class Reader:
+class SlotReader:
     """All slots of a node, for reading."""
 
     numbers: NDArray[np.float64]
@@ -93,7 +93,7 @@ class Reader:
     layout: Layout
 
     @classmethod
-    def of(cls, handle: int, layout: Layout) -> Reader:
+    def of(cls, handle: int, layout: Layout) -> SlotReader:
         """Maps the memory for reading only."""
         memory = mmap.mmap(handle, layout.size, prot=mmap.PROT_READ)
         return cls(np.frombuffer(memory, dtype=np.float64).reshape(layout.ranks, layout.slot), layout)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +21,15 @@ from hpctrain.data.stream import is_stream
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
+from hpctrain.rank.own_steps import has_own_step, pieces_of, refuse_with_own_step
 from hpctrain.rank.staged import staged_args
 from hpctrain.tasks.blame import require_callables
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.plan import global_batch
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+"""Of a set of validation data."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Problem:
 
     task: Task
     train: Dataset | Stream
-    validation: Dataset | None
+    validation: Mapping[str, Dataset]
+    """Sets by name; one without a name is called so itself."""
     order: Order | StreamOrder
     """Of the training samples, over all ranks."""
 
@@ -51,6 +59,8 @@ def make_problem(config: Config, world: World) -> Problem:
     runtime.set_environment(config.train.threads)
     with runtime.without_chatter():
         task = load_task(config.task, staged_args(config.task_args), world, seed)
+    if task.train is None:
+        raise UserError(f"task {config.task} has no training data", "give train=")
     data = config.data
     batch = global_batch(config.train, world.data.size)
     order: Order | StreamOrder
@@ -69,14 +79,8 @@ def make_problem(config: Config, world: World) -> Problem:
             sampler=task.sampler,
         )
     task = with_its_loss(task, tuple(examples_of(train).fields))
-    validation = None
-    if task.validation is not None:
-        if is_stream(task.validation):
-            raise UserError(
-                f"the validation data of task {config.task} is a stream",
-                "give data of known length: take its first samples into arrays, or write them to HDF5",
-            )
-        validation = open_dataset(task.validation, allow_outside=data.allow_outside, ragged=task.collate is not None)
+    refuse_with_own_step(config, task, order, world.data.size)
+    validation = {name: open_validation(config, task, name, given) for name, given in validation_sets(task).items()}
     make_weights(task, lambda: examples_of(train), config.seed)
     return Problem(task, train, validation, order)
 
@@ -87,8 +91,10 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
         from hpctrain.frameworks.torch.losses import as_loss
     else:
         from hpctrain.frameworks.tensorflow.losses import as_loss
-    task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
-    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras")
+    own = has_own_step(task)
+    if task.loss is not None or not own:
+        task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    require_callables(task, "torch" if isinstance(task, TorchTask) else "Keras", own)
     return task
 
 
@@ -99,8 +105,43 @@ def first_batch(problem: Problem, config: Config, world: World, most: int | None
         return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
     ids = problem.order.batch_indices(0, 0)
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
-    mine = mine[part_of(len(mine), 0, min(config.train.accumulate, max(len(mine), 1)))][:most]
+    mine = mine[part_of(len(mine), 0, min(pieces_of(config, problem.task), max(len(mine), 1)))][:most]
     return make_batch(examples_of(problem.train), recipe, first_draw(mine))
+
+
+def validation_sets(task: Task) -> dict[str, Any]:
+    """Of a task, by name. Raises UserError for names that cannot stand before those of metrics."""
+    given = task.validation
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not given or not any(is_source(value) for value in given.values()):
+        return {"validation": given}
+    for name, value in given.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name in task.metrics or name == "loss":
+            fix = "name it by letters, digits, - and _, and not as a metric"
+            raise UserError(f"validation={{{name!r}: ...}} of the task cannot name a set of validation data", fix)
+        if not is_source(value):
+            what = f"validation of the task holds both sets of data and arrays, such as {name!r}"
+            raise UserError(what, "give one set as a dict of arrays, or several as a dict of them by name")
+    return dict(given)
+
+
+def is_source(value: Any) -> bool:
+    """Whether a value is data of its own, not one array of a set."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(item, (str, Path)) for item in value)
+    return not isinstance(value, np.ndarray) and "__array__" not in dir(value)
+
+
+def open_validation(config: Config, task: Task, name: str, given: Any) -> Dataset:
+    """One set; raises UserError."""
+    if is_stream(given):
+        which = "" if name == "validation" else f" {name!r}"
+        raise UserError(
+            f"the validation data{which} of task {config.task} is a stream",
+            "give data of known length: take its first samples into arrays, or write them to HDF5",
+        )
+    return open_dataset(given, allow_outside=config.data.allow_outside, ragged=task.collate is not None)
 
 
 def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:

@@ -26,6 +26,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
+from hpctrain.run.stop_request import StopRequest, requested_stop
 from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import quiet_environment, redirect
@@ -109,7 +110,9 @@ class Session:
             with self.signals.interrupting(), SetUpWatch(what, self.run_dir, self.warn):
                 yield
         except Interrupted as caught:
-            error = StoppedInSetUp(f"stopped by {caught} before training began ({what})", "the same command starts it")
+            asked = (self.run_dir and requested_stop(self.run_dir)) or StopRequest.of_signal(caught.number)
+            reason = f"stopped by {asked.by} before training began ({what})"
+            error = StoppedInSetUp(reason, "the same command starts it", asked.code)
         except Exception as caught:  # reported to the others first, whatever it is
             error = caught
         if error is None:

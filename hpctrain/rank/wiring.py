@@ -23,6 +23,7 @@ from hpctrain.errors import UserError
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.rank.data_position import DataPosition
+from hpctrain.rank.own_steps import pieces_of
 from hpctrain.rank.problem import Problem
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -77,10 +78,18 @@ def make_framework(
 
 
 def make_validation(config: Config, world: World, dataset: Dataset, collate: Collate | None) -> ValidationData:
-    """This rank's part of a dataset, in batches as large as one rank's micro-batches."""
+    """This rank's part of a dataset, by default in batches as large as one rank's micro-batches."""
     group = world.data
-    share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
+    share = config.train.eval_batch_per_rank
+    if share is None:
+        share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
     return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches, collate)
+
+
+def make_validation_sets(config: Config, world: World, problem: Problem) -> dict[str, ValidationData]:
+    """This rank's part of each set."""
+    collate = problem.task.collate
+    return {name: make_validation(config, world, dataset, collate) for name, dataset in problem.validation.items()}
 
 
 def make_hooks(
@@ -168,10 +177,16 @@ def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
         "schedule.plateau.metric": config.schedule.plateau.metric if config.schedule.kind == "plateau" else None,
     }
     for key, metric in watched.items():
-        if metric is not None and problem.validation is None:
+        if metric is not None and not problem.validation:
             raise UserError(
                 f"{key} is {metric!r}, but task {config.task} has no validation data",
                 f"return TorchTask(..., validation=...), or remove {key}",
+            )
+        if metric is not None and metric.startswith(f"{next(iter(problem.validation))}/"):
+            plain = metric.partition("/")[2]
+            raise UserError(
+                f"{key} is {metric!r}, and metrics of the first set of validation data have plain names",
+                f"write {key}: {plain}",
             )
 
 
@@ -200,7 +215,7 @@ def make_data(config: Config, world: World, problem: Problem, framework: Framewo
             problem.order,
             group.rank,
             group.size,
-            accumulate=config.train.accumulate,
+            accumulate=pieces_of(config, task),
             prefetch=config.data.prefetch_batches,
             recipe=Recipe(task.transform, task.collate, config.seed),
             place=framework.place,
@@ -211,7 +226,7 @@ def make_data(config: Config, world: World, problem: Problem, framework: Framewo
         problem.order,
         group.rank,
         group.size,
-        accumulate=config.train.accumulate,
+        accumulate=pieces_of(config, task),
         prefetch=config.data.prefetch_batches,
         workers=config.data.workers,
         transform=task.transform,
@@ -231,7 +246,7 @@ def make_trainer(
     data: BatchSource | None = None,
 ) -> Trainer:
     """Puts the pieces together; touches neither files nor other ranks."""
-    group, order, validation = world.data, problem.order, problem.validation
+    group, order = world.data, problem.order
     plan = make_plan(config.train, order.batches_per_epoch)
     schedule: Schedule = make_schedule(
         config.schedule, order.global_batch, group.size, plan.total_steps, order.batches_per_epoch
@@ -244,7 +259,7 @@ def make_trainer(
         world=world,
         framework=framework,
         data=data or make_data(config, world, problem, framework),
-        validation=None if validation is None else make_validation(config, world, validation, problem.task.collate),
+        validation=make_validation_sets(config, world, problem),
         schedule=schedule,
         plan=plan,
         clock=clock,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -26,6 +26,13 @@ from hpctrain.reduce.torch_sparse import SparseGradients
 
 Number: TypeAlias = float | Tensor
 """A float, or a scalar tensor on any device."""
+
+
+class Parameters(Protocol):
+    """A module, or some parameters of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """In a fixed order."""
 
 
 class Reducer(Protocol):
@@ -65,11 +72,14 @@ class NoReducer:
     name = "none"
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Parameter]], tables: SparseGradients, sparse: Sparse = "auto"
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        tables: SparseGradients | None = None,
+        sparse: Sparse = "auto",
     ) -> None:
         self.named = parameters
         self.parameters = [parameter for _, parameter in parameters]
-        self.tables = tables
+        self.tables = tables or SparseGradients(())
         self.sparse = sparse
         self.last_backward = True
 
@@ -103,7 +113,7 @@ class FlatReducer:
     """Gradients in one flat buffer that is summed over the ranks, and those of tables beside it."""
 
     def __init__(
-        self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce, tables: SparseGradients
+        self, name: str, flat_gradients: FlatGradients, sum_: TensorAllreduce, tables: SparseGradients | None = None
     ) -> None:
         self.name = name
         self.flat_gradients = flat_gradients
@@ -112,7 +122,7 @@ class FlatReducer:
         self.values = sum_.flat[:boundary]
         self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
-        self.tables = tables
+        self.tables = tables or SparseGradients(())
         flat_gradients.attach()
 
     @property
@@ -152,7 +162,7 @@ class FlatReducer:
 
 
 def make_reducer(
-    candidate: Candidate, group: Group, model: Module, config: ReduceConfig, sparse: Iterable[Parameter] = ()
+    candidate: Candidate, group: Group, model: Parameters, config: ReduceConfig, sparse: Iterable[Parameter] = ()
 ) -> Reducer:
     """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
 
@@ -191,13 +201,13 @@ def make_reducer(
 class TorchReducers:
     """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
 
-    model: Module
+    model: Parameters
     config: ReduceConfig
     sparse: Sequence[Parameter] = ()
     """Parameters whose gradients stay sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
 
         def has_horovod() -> bool:  # asked on all ranks or on none
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")

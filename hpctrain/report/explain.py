@@ -155,13 +155,17 @@ def by_stop(data: RunHistory) -> Explanation | None:
     """Stopped on request, by a person or by the time limit."""
     if data.run.outcome not in (Outcome.STOPPED_BY_RANKS, Outcome.STOPPED):
         return None
-    request = data.last(StopRequested)
-    by = (request.by if request else None) or "a request"
-    verdict = data.run.newest.verdict if data.run.newest else None
+    newest = data.run.newest
+    verdict = newest.verdict if newest else None
+    seen = [event for event in data.all(StopRequested) if newest is None or event.attempt == newest.number]
+    request = seen[-1] if seen else None
     told = Code.read(request.code) if request else Code.UNKNOWN
     timed = Code.TIME_LIMIT in (told, verdict.code if verdict else Code.UNKNOWN)
     code = Code.TIME_LIMIT if timed else Code.STOPPED
-    where = f"{by} was seen at step {request.step}" if request else f"{by} was seen"
+    if request is not None:
+        where = f"{request.by or 'a request'} was seen at step {request.step}"
+    else:  # before the first step, when no events are written
+        where = (verdict.reason if verdict else "") or "a request was seen"
     saved = data.last(CheckpointSaved)
     kept = f"the newest checkpoint is from step {saved.step}" if saved else "no checkpoint was saved"
     return Explanation(code, TITLES[code], (where, kept), "the same command resumes from there")

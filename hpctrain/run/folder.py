@@ -62,6 +62,11 @@ class RunDir:
         return self.monitor / "events.jsonl"
 
     @property
+    def figures(self) -> Path:
+        """Curves and matrices of the newest evaluation."""
+        return self.path / "figures.json"
+
+    @property
     def live_view(self) -> Path:
         """The monitor's last window."""
         return self.monitor / "live.json"

@@ -27,16 +27,16 @@ class Word(StrEnum):
 
     NOT_STARTED = "not started"
     PENDING = "pending"
-    """Waits for Slurm, for the first time or to go on."""
+    """Waits for Slurm, for the first time or to continue."""
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """On request, with a checkpoint: the same command goes on."""
+    """On request, with a checkpoint: the same command resumes."""
     FAILED = "failed"
     CANCELLED = "cancelled"
     """Its job was taken out of the queue, or ended by somebody before the run could conclude anything."""
     UNKNOWN = "unknown"
-    """Nobody works on it as far as can be told, and nobody has said how it ended."""
+    """As far as can be told no process works on it, and none has said how it ended."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Life:
 
     lives: bool
     sure: bool
-    """It is or was a process of this machine: whether it lives is no guess from its last sign of life."""
+    """It is or was a process of this machine: whether it lives is known, not guessed from its last sign of life."""
     name: str
     """Process and host."""
 
 
 class Outcome(StrEnum):
-    """How a run stands by what it has left, whoever may be alive."""
+    """How a run stands by what it has left, whichever process may be alive."""
 
     COMPLETED = "completed"
     EARLY = "early_stop"
@@ -86,7 +86,7 @@ class Outcome(StrEnum):
     """By its supervisor."""
     FAILED = "failed"
     RUNNING = "running"
-    """Nobody wrote an end; processes that were killed do not."""
+    """No process wrote an end; those that are killed do not."""
     UNKNOWN = "unknown"
 
     @property
@@ -117,7 +117,9 @@ def outcome(attempts: Sequence[Attempt], started: RunStarted | None, finished: R
     if not attempts:
         return Outcome.UNKNOWN
     if verdict := attempts[-1].verdict:
-        return {Action.DONE: Outcome.DONE, Action.STOP: Outcome.STOPPED}.get(verdict.action, Outcome.FAILED)
+        if verdict.is_failure:
+            return Outcome.FAILED
+        return Outcome.DONE if verdict.action is Action.DONE else Outcome.STOPPED
     return Outcome.RUNNING if attempts[-1].ended is None else Outcome.UNKNOWN
 
 
@@ -134,7 +136,7 @@ def of_run(
     Args:
         attempts: of run.json, oldest first.
         progress: what its events come to.
-        life: who holds the run folder; None if nobody does.
+        life: who holds the run folder; None if no process does.
         job: its living or newest job, perhaps UNKNOWN or REFUSED; None without one.
         now: Unix seconds.
         has_events: whether its ranks write events; plain commands do not.
@@ -185,27 +187,27 @@ def _ended(word: Word, verdict: Verdict | None, newest: Attempt, job: QueueEntry
     reason = verdict.reason if verdict else ""
     if verdict and verdict.action is Action.REQUEUE and newest.job_id:
         if job is None:
-            return State(Word.UNKNOWN, _join(reason, "its job was to go on, but Slurm cannot be asked from here"))
+            return State(Word.UNKNOWN, _join(reason, "its job was to continue, but Slurm cannot be asked from here"))
         if job.state in ALIVE:
             return State(Word.PENDING, _join(reason, f"job {job.id} is to begin again"))
     over = job is None or job.state not in ALIVE
-    return State(word, reason or "an attempt has ended and nobody has said how", over)
+    return State(word, reason or "an attempt has ended without saying how", over)
 
 
 def _silent(
     word: Word, life: Life | None, job: QueueEntry | None, progress: Progress, has_attempts: bool, now: float
 ) -> State:
-    """Nobody has concluded the newest attempt, and nobody is known to be at work."""
+    """The newest attempt has no conclusion, and no process is known to be at work."""
     if word is not Word.UNKNOWN:
         return State(word, "its ranks ended in order", is_over=True)
     if job is not None and job.state != "COMPLETED":
         return _by_job(job)
     if life is not None:
         gone = "is gone" if life.sure else f"has given no sign of life for {STALE_S:.0f} s"
-        return State(Word.UNKNOWN, f"{life.name} {gone}, and nobody has said how it ended", is_over=life.sure)
+        return State(Word.UNKNOWN, f"{life.name} {gone}, and it is not known how it ended", is_over=life.sure)
     if not has_attempts and progress.last_time is not None and now - progress.last_time < FRESH_S:
         return State(Word.RUNNING)
-    return State(Word.UNKNOWN, "nobody works on it, and nobody has said how it ended", is_over=True)
+    return State(Word.UNKNOWN, "no process works on it, and it is not known how it ended", is_over=True)
 
 
 def _join(*parts: str) -> str:

@@ -30,6 +30,7 @@ from hpctrain.system.json_shape import fits, is_count, typed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from hpctrain.run.figures import Figures
     from hpctrain.run.history import RunHistory
     from hpctrain.run.pictures import Picture
 
@@ -133,6 +134,12 @@ class RunView:
         from hpctrain.run.pictures import read_pictures
 
         return read_pictures(self.path / "pictures")
+
+    def figures(self) -> Figures | None:
+        """Curves and matrices of the newest evaluation; None if the task has no metric that gives one."""
+        from hpctrain.run.figures import read_figures
+
+        return read_figures(self._run.figures)
 
     def heat_map(self) -> NDArray[Any] | None:
         """float64[ranks, windows]: the monitor's map of busy time beyond the peers' (0.2 for 20%); None without one."""

@@ -94,6 +94,13 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def has_children(pid: int) -> bool:
+    """Whether a process has children that live."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(pid).children())
+    return False
+
+
 def end_descendants(patience_s: float) -> list[int]:
     """Waits for all descendants of this process to end, kills those that do not, and reaps them; whom it killed."""
     _, alive = psutil.wait_procs(_descendants(), timeout=patience_s)

@@ -16,6 +16,7 @@ class Interrupted(Exception):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
+        self.number = number
 
 
 class StopSignals:

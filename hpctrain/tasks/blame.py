@@ -56,6 +56,16 @@ def own_line(error: BaseException) -> str:
     return f" ({Path(found[0].filename).name}:{found[0].lineno}{code})"
 
 
+def calling_line() -> str:
+    """' (task.py:12: `ctx.update()`)': the line of the user's own code that is running, if there is one."""
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_stack()):
+        if not any(part in frame.filename for part in ("site-packages", f"{package}/frameworks", __file__)):
+            code = f": `{frame.line}`" if frame.line else ""
+            return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
+    return ""
+
+
 def shapes(batch: Mapping[str, Any]) -> str:
     """Names and shapes of a batch's arrays: ``x [32, 8], y [32]``."""
     return ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
@@ -92,15 +102,38 @@ def no_mean(name: str) -> UserError:
     return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
 
 
-def require_callables(task: Any, framework: str) -> None:
-    """Raises UserError if a field of a task is not a function but should be one."""
-    for name, value in (("model", task.model), ("optimizer", task.optimizer)):
+def named_objects(field: str, value: Any) -> dict[str, Any]:
+    """A field's object, or several, by how a message calls it."""
+    if not isinstance(value, Mapping) or not value:
+        return {field: value or None} if isinstance(value, Mapping) else {field: value}
+    return {f"{field}[{name!r}]": each for name, each in value.items()}
+
+
+def require_callables(task: Any, framework: str, with_step: bool = False) -> None:
+    """Raises UserError if a field of a task is not a function but should be one, or holds several objects.
+
+    Args:
+        task: looked at.
+        framework: of its tensors, for people.
+        with_step: the task has a step of its own, which needs no loss and may train several models.
+    """
+    objects = {**named_objects("model", task.model), **named_objects("optimizer", task.optimizer)}
+    for name, value in objects.items():
         if isinstance(value, (type, str, types.FunctionType)) or value is None:
             kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
             raise UserError(f"{name} of the task is {kind}", f"give an object: {name}=..., with its arguments by name")
-    fields = {"loss": task.loss, "forward": task.forward, **{f"metrics[{k!r}]": v for k, v in task.metrics.items()}}
+    metrics = {f"metrics[{name!r}]": metric for name, metric in task.mean_metrics.items()}
+    fields = {"loss": task.loss, "forward": task.forward, **metrics}
+    if with_step:
+        fields = {name: value for name, value in fields.items() if name != "loss" or value is not None}
+    elif several := [name for name in ("model", "optimizer") if isinstance(vars(task)[name], Mapping)]:
+        fix = "give step=, which says how each of them is trained, or one object"
+        raise UserError(f"{several[0]} of the task is a dict, and the task has no step", fix)
     for name, value in fields.items():
         if isinstance(value, type) or not callable(value):
             kind = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
             arguments = "(model, batch)" if name == "forward" else "(outputs, batch)"
-            raise UserError(f"{name} of the task is {kind}", f"give a function{arguments} over {framework} tensors")
+            fix = f"give a function{arguments} over {framework} tensors"
+            if name.startswith("metrics"):
+                fix += f", or an object: {value.__name__}()" if isinstance(value, type) else ", or an hpctrain.Metric"
+            raise UserError(f"{name} of the task is {kind}", fix)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpctrain.errors import UserError
+from hpctrain.tasks.meters import is_stateful
 from hpctrain.train.hooks import Hook
 
 Score = Any
@@ -14,6 +16,10 @@ Score = Any
 
 def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
     """The model applied to the first array of the batch."""
+    if isinstance(model, Mapping):
+        names = ", ".join(map(repr, model))
+        fix = "say what is evaluated or predicted: forward=lambda models, batch: models[...](batch[...])"
+        raise UserError(f"the task has several models ({names}) and no forward", fix)
     return model(next(iter(batch.values())))
 
 
@@ -34,19 +40,23 @@ class Task:
     """One learning problem. Use TorchTask or KerasTask."""
 
     model: Any
-    """torch.nn.Module, or keras.Model on the TensorFlow backend."""
-    loss: Any
+    """torch.nn.Module, or keras.Model on the TensorFlow backend. With a step of one's own also a dict of modules."""
+    loss: Any = None
     """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
-    own losses, if samples hold two arrays: the second one is the target."""
-    optimizer: Any
-    """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer."""
-    train: Any
+    own losses, if samples hold two arrays: the second one is the target. A task with a step of its own needs none."""
+    optimizer: Any = None
+    """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer. With a step of one's own also
+    a dict of optimizers, no two of which share a parameter."""
+    train: Any = None
     """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, an hpctrain dataset, a torch
     Dataset, a tf.data.Dataset, or a function that returns one of these."""
     validation: Any = None
-    """Validation data, likewise."""
-    metrics: Mapping[str, Callable[[Any, Any], Score]] = field(default_factory=dict)
-    """Validation metrics by name, each metric(outputs, batch) returning what loss may return."""
+    """Validation data, likewise; or several sets by name: {"dev": ..., "hard": ...}. Metrics of the first set have
+    plain names (``loss``), those of others ``hard/loss``."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Validation metrics by name: a function metric(outputs, batch) returning what loss may return; a metric of
+    torchmetrics or Keras; or a Metric, such as ``hpctrain.AUC()``. All but functions get the output and the second of a
+    batch's two arrays, or what a ``Selected`` picks."""
     forward: Callable[[Any, Any], Any] = first_field
     """forward(model, batch) gives the outputs; by default the model applied to the batch's first array."""
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
@@ -65,9 +75,19 @@ class Task:
     hooks: Sequence[Hook] = ()
     """Attached to the training loop behind hpctrain's own; their state is part of checkpoints."""
 
+    @property
+    def mean_metrics(self) -> dict[str, Callable[[Any, Any], Score]]:
+        """Those of the metrics that are functions."""
+        return {name: metric for name, metric in self.metrics.items() if not is_stateful(metric)}
 
+
+@dataclass(frozen=True)
 class TorchTask(Task):
-    """A task whose model is a torch.nn.Module."""
+    """A task whose model is a torch.nn.Module, or several by name."""
+
+    step: Callable[[Any, dict[str, Any]], Mapping[str, Any] | None] | None = None
+    """step(ctx, batch) does what one global batch is there for, by ``ctx.backward`` and ``ctx.update``; see
+    ``hpctrain.StepContext``. It may return metrics by name."""
 
 
 class KerasTask(Task):

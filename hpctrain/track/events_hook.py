@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.run import provenance
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
+from hpctrain.run.figures import Figures, write_figures
+from hpctrain.run.folder import RunDir
 from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.metrics import not_numbers
 from hpctrain.train.schedule import first_factor
 
 if TYPE_CHECKING:
@@ -53,6 +56,8 @@ class EventsHook(BaseHook):
         self.first_step = self.samples = 0
         self.hosts: list[str] = []
         self.has_started = False
+        self.told: set[str] = set()
+        """Metrics of which it was said that they are no numbers."""
 
     def before_fit(self, training: Training) -> None:
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
@@ -72,7 +77,32 @@ class EventsHook(BaseHook):
         if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
             self.start(training)
         self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
+        if training.world.rank == 0:
+            self.leave_figures(training)
+            self.tell_not_numbers(training, metrics)
         return None
+
+    def leave_figures(self, training: Training) -> None:
+        """In place of those of the evaluation before."""
+        figures = training.evaluation.figures
+        if not figures:
+            return
+        path = RunDir(training.folder).figures
+        try:
+            write_figures(path, Figures(training.state.step, figures), training.folder)
+        except OSError as error:
+            self.writer.say(f"{path} cannot be written: {error.strerror}; the report will lack these curves")
+
+    def tell_not_numbers(self, training: Training, metrics: Mapping[str, float]) -> None:
+        """Once for each metric."""
+        strange = [name for name in not_numbers(metrics) if name not in self.told]
+        self.told.update(strange)
+        for name in strange:
+            self.writer.say(
+                f"the validation metric {name} is {metrics[name]} at step {training.state.step}: charts and events "
+                "leave it out, and it is never the best\n  fix: look at the outputs and targets that it gets; "
+                "AUC and curves need samples of both classes"
+            )
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         if not self.has_started:

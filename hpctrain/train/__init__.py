@@ -2,8 +2,9 @@
 
 ``loop`` trains by a ``framework``, whose protocol is there; ``hooks`` attach to it, and ``state`` says where a run
 stands. ``plan`` says how long it trains, ``schedule`` and ``plateau`` set the learning rate, ``seeds`` the random
-numbers; ``evaluation`` judges, and ``profile`` traces. ``reach`` and ``tree`` find and take apart what objects of the
-user's hold. The names below are for other rooms; each is imported when it is first used.
+numbers; ``evaluation`` judges by ``metrics``, of which ``ranking`` and ``confusion`` are ready-made, and ``profile``
+traces. ``reach`` and ``tree`` find and take apart what objects of the user's hold. The names below are for other rooms;
+each is imported when it is first used.
 """
 
 from __future__ import annotations

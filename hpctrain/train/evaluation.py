@@ -1,19 +1,65 @@
-"""Averages over all ranks: validation, and the means of a reported interval."""
+"""Over all ranks: validation, and the means of a reported interval."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from hpctrain.comm.group import Group
+from hpctrain.run.figures import Figure
 from hpctrain.train.framework import Framework, HostBatch, Sums
+from hpctrain.train.metrics import Evaluation, flattened
 
 
-def evaluate(framework: Framework, batches: Iterable[HostBatch], group: Group) -> dict[str, float]:
-    """Loss and metrics over the validation data of all ranks; exact whatever share each rank has."""
+def evaluate(framework: Framework, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
+    """Loss and metrics over validation data of all ranks; exact whatever share each rank has.
+
+    Args:
+        framework: with the task's model and metrics.
+        sets: this rank's part of each set. The names of the first one's metrics are plain; others are ``set/metric``.
+        group: the ranks.
+
+    Raises:
+        UserError: a metric fails, or gives what is neither a number nor a figure.
+    """
+    metrics: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
+    for number, (name, batches) in enumerate(sets.items()):
+        found = evaluate_one(framework, batches, group)
+        prefix = f"{name}/" if number else ""
+        metrics |= {f"{prefix}{key}": value for key, value in found.metrics.items()}
+        figures |= {f"{prefix}{key}": figure for key, figure in found.figures.items()}
+    return Evaluation(metrics, figures)
+
+
+def evaluate_one(framework: Framework, batches: Iterable[HostBatch], group: Group) -> Evaluation:
+    """Of one set. A function is a mean: its state is (sum, weight); other metrics keep what they say they need."""
     totals: Sums = {}
+    for meter in framework.meters.values():
+        meter.reset()
     for batch in batches:
-        add(totals, framework.evaluate(batch))
-    return mean_over_ranks(totals, group, "finish the evaluation")
+        add(totals, framework.evaluate(batch, framework.meters.values()))
+    metrics = mean_over_ranks(totals, group, "finish the evaluation")
+    figures: dict[str, Figure] = {}
+    for name, meter in framework.meters.items():
+        what = f"merge the metric {name}"
+        merged = group.merge(meter.state(), meter.merge, what)
+        meter.reset()
+        found = Evaluation() if merged is None else flattened(name, meter.compute(merged))
+        metrics |= group.broadcast(found.metrics, what)
+        figures |= found.figures
+    return Evaluation(dict(sorted(metrics.items())), figures)
+
+
+def try_meters(framework: Framework, batch: HostBatch) -> None:
+    """Raises UserError naming a metric that fails on this batch, or says what cannot be reported; leaves no trace."""
+    if not framework.meters:
+        return
+    for meter in framework.meters.values():
+        meter.reset()
+    framework.evaluate(batch, framework.meters.values())
+    for name, meter in framework.meters.items():
+        flattened(name, meter.compute(meter.state()))
+        meter.reset()
 
 
 def add(totals: Sums, more: Mapping[str, tuple[float, float]]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data import Samples
+from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import Factors
 from hpctrain.train.state import StateTensor
 
@@ -22,8 +23,10 @@ Sums = dict[str, tuple[float, float]]
 class NonFiniteLoss(Exception):
     """The loss or the averaged gradient is not finite; every rank raises it at the same step."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"loss or gradient is not finite on ranks {list(ranks)}")
+    def __init__(self, ranks: Sequence[int], what: str = "the loss") -> None:
+        super().__init__(f"{what} or its gradient is not finite on ranks {list(ranks)}")
+        self.what = what
+        """Which loss, for people."""
         self.ranks = list(ranks)
         """Data-group ranks whose own loss or gradient is at fault; empty if only the sum over ranks overflowed."""
 
@@ -71,8 +74,13 @@ class Framework(Protocol):
     def place(self, samples: Samples) -> Samples:
         """A batch in memory from which it reaches the device fastest; the loader's thread calls this ahead of use."""
 
-    def evaluate(self, batch: HostBatch) -> Sums:
-        """This rank's (sum, weight) of the loss and of each metric, without training."""
+    @property
+    def meters(self) -> Mapping[str, Meter]:
+        """The task's metrics that are no functions, by name."""
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        """This rank's (sum, weight) of the loss and of each metric that is a function, without training. The
+        ``meters`` take in the batch, too."""
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         """Outputs, sample axis first; a model with one output names it ``output``."""

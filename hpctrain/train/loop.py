@@ -35,8 +35,8 @@ class Trainer(Training):
 
     data: BatchSource
     """This rank's part of each global batch."""
-    validation: Iterable[HostBatch] | None
-    """This rank's part of the validation data, in batches; None if there is none."""
+    validation: Mapping[str, Iterable[HostBatch]]
+    """This rank's part of each set of validation data, in batches, by the set's name."""
     hooks: Sequence[Hook]
     """Called in this order."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -85,9 +85,11 @@ class Trainer(Training):
 
     def evaluate(self) -> StopReason | None:
         """Loss and metrics over the validation data of all ranks."""
-        if self.validation is None:
+        if not self.validation:
             return None
-        self.metrics = evaluate(self.framework, self.moving(self.validation), self.world.data)
+        sets = {name: self.moving(batches) for name, batches in self.validation.items()}
+        self.evaluation = evaluate(self.framework, sets, self.world.data)
+        self.metrics = self.evaluation.metrics
         return first_reason([hook.after_eval(self, self.metrics) for hook in self.hooks])
 
     def moving(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
@@ -106,7 +108,7 @@ class Trainer(Training):
             if ids is not None
         ]
         return NoRequeue(
-            f"the loss is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
+            f"{error.what} is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
             f"({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
             "look at these samples; else lower the learning rate, lengthen the warm-up, or set train.clip_norm",
             Code.NAN,

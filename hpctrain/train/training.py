@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain.comm.world import World
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import Framework
+from hpctrain.train.metrics import Evaluation
 from hpctrain.train.plan import Plan
 from hpctrain.train.schedule import Schedule
 from hpctrain.train.state import TrainState
@@ -31,3 +32,5 @@ class Training:
     """How far it has come; read it, do not change it."""
     folder: Path = field(default=Path(), kw_only=True)
     """The run folder, for what hooks leave there."""
+    evaluation: Evaluation = field(default_factory=Evaluation, kw_only=True)
+    """The last one of this attempt."""

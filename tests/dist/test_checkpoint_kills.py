@@ -1,6 +1,6 @@
 """Ranks killed at random moments: every announced checkpoint is sound, every restart resumes, and the end is the same.
 
-``HPCTRAIN_KILLS`` sets the number of kills (20 by default); ``HPCTRAIN_SEED`` repeats their order of ranks and moments.
+``HPCTRAIN_KILLS`` sets the number of kills (8 by default); ``HPCTRAIN_SEED`` repeats their order of ranks and moments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,11 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.run.folder import RunDir
 from tests.support.command import events, wait_for
-from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
+from tests.support.mpi import rank_command, rank_environment
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
-KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
+KILLS = int(os.environ.get("HPCTRAIN_KILLS", "8"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
 CASES = [("torch", 2, 0.5), ("torch", 4, 0.25), ("tensorflow", 2, 0.15), ("tensorflow", 4, 0.1)]
 """Framework, ranks, and share of the kills."""
@@ -44,16 +43,13 @@ class Attempt:
     """Ranks that run until they are killed."""
 
     def __init__(self, ranks: int, framework: str, folder: Path, records: Path) -> None:
-        launcher = find_mpirun()
-        assert launcher, "no mpirun beside this Python or on PATH"
         self.pid_files = [records / f"{rank}.pid" for rank in range(ranks)]
         for path in self.pid_files:
             path.unlink(missing_ok=True)
-        how = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else []
-        command = [launcher, *how, "-n", str(ranks), sys.executable, str(PROGRAM), str(folder), str(records)]
+        command = rank_command(ranks, PROGRAM, folder, records, options(framework), warm=framework)
         self.log = open(records / "log", "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, options(framework)],
+            command,
             env=rank_environment({"PYTHONPATH": str(ROOT)}),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -82,9 +78,8 @@ class Attempt:
             self.log.close()
 
 
-def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random) -> bool:
-    """Kills a rank at some moment; whether the attempt had come to saving checkpoints."""
-    saving = luck.random() < 0.8
+def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random, saving: bool) -> None:
+    """Kills a rank at some moment, after the attempt has come to saving checkpoints if ``saving``."""
     try:
         pids = attempt.pids()
         before = len(announced(run_dir))
@@ -96,7 +91,6 @@ def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random) -> bo
     finally:
         attempt.end()
     wait_for("end of the other ranks", lambda: all(map(gone, pids)), PATIENCE_S)
-    return saving
 
 
 def gone(pid: int) -> bool:
@@ -134,9 +128,10 @@ def test_kills_at_random_moments(
     run_dir.create()
     records.mkdir()
     resumes = 0
-    for _ in range(max(1, round(KILLS * share))):
-        begins = len(announced(run_dir)) > 0
-        resumes += begins & start_and_kill(Attempt(ranks, framework, run_dir.path, records), run_dir, luck)
+    for number in range(max(1, round(KILLS * share))):
+        saving = number == 0 or luck.random() < 0.8
+        start_and_kill(Attempt(ranks, framework, run_dir.path, records), run_dir, luck, saving)
+        resumes += saving and number > 0
         all_sound(run_dir)
     resumed = [event["step"] for event in events(run_dir.path, "resumed")]
     assert len(resumed) >= resumes and resumed == sorted(resumed), f"seed {SEED}"
@@ -144,7 +139,7 @@ def test_kills_at_random_moments(
     last = CheckpointStore(run_dir.checkpoints).steps()[-1] + 5  # may be there although nobody lived to announce it
     for folder, notes in ((run_dir.path, records), (tmp_path / "straight", tmp_path / "straight-records")):
         arguments = (PROGRAM, folder, notes, options(framework, stop_after=last))
-        mpirun(ranks, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=300)
+        mpirun(ranks, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm=framework)
     for rank in range(ranks):
         ends = [
             (one / f"{rank}.jsonl").read_text().splitlines()[-1] for one in (records, tmp_path / "straight-records")

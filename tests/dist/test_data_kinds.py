@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def train(ranks: int, *parts: str, cwd: Path) -> None:
     """Runs of FOLDER:STEPS, each of which resumes what is there."""
-    mpirun(ranks, PROGRAM, ",".join(KINDS), *parts, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, timeout=200)
+    mpirun(ranks, PROGRAM, ",".join(KINDS), *parts, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, timeout=200, warm="torch")
 
 
 def seen(folder: Path, ranks: int) -> dict[str, list[str]]:

@@ -76,6 +76,26 @@ def test_the_keras_task_of_the_docs(newcomer: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    text = (PROJECT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    (tmp_path / "adapt.py").write_text(block(text, "python"))
+    (tmp_path / "adapt.yaml").write_text(block(text, "yaml"))
+    nn = torch.nn
+    plain = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+    torch.save(plain.state_dict(), tmp_path / "base.pt")
+    hpctrain("train", "adapt.yaml", cwd=tmp_path)
+    (taken,) = events(tmp_path / "runs/adapt", "initial_weights")
+    assert taken["missing"] == ["0.lora_A.weight", "0.lora_B.weight"] and not taken["unexpected"]
+    for words in commands(text):
+        hpctrain(*words, cwd=tmp_path)
+    merged = torch.load(tmp_path / "merged.pt", weights_only=True)
+    assert torch.equal(merged["2.weight"], plain.state_dict()["2.weight"]), "frozen"
+    assert not torch.equal(merged["0.weight"], plain.state_dict()["0.weight"]), "adapted"
+    plain.load_state_dict(merged)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["running", "training"])
 def test_the_programs_of_the_api_pages(page: str, newcomer: Path) -> None:
     text = (PROJECT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ ELSEWHERE = ("fp16-wire", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "
 def run(program: str, ranks: int, *arguments: str) -> Any:
     """What a program prints as JSON."""
     environment = {"PYTHONPATH": str(ROOT)}
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env=environment, timeout=240)
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env=environment, timeout=240, warm="tensorflow")
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
@@ -129,7 +129,7 @@ def test_evaluation_and_prediction_do_not_depend_on_the_ranks(ranks: int) -> Non
 def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     program = ROOT / "examples" / "own_loop_keras.py"
     assert len([line for line in program.read_text().splitlines() if line.strip()]) < 40
-    result = mpirun(ranks, program, env={"PYTHONPATH": str(ROOT)})
+    result = mpirun(ranks, program, env={"PYTHONPATH": str(ROOT)}, warm="tensorflow")
     said = result.stdout.strip().splitlines()[-1]
     assert said.startswith(f"{ranks} ranks, reducer ")
     assert float(said.rsplit(" ", 1)[1]) < 0.15

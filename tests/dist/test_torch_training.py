@@ -27,7 +27,7 @@ pytestmark = pytest.mark.world_size(4)
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
     """What a program prints as JSON."""
-    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240)
+    result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
@@ -35,7 +35,7 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
     more = {1: ("evaluated", "tables"), 2: (*ELSEWHERE, "tables"), 4: ("tables",)}[ranks]
-    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *more)
+    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", *more)
     return found
 
 
@@ -74,6 +74,17 @@ def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str, ki
     found = results(ranks)[option]
     require_same_training(found["losses"], by_hand(kind))
     require_equal_ranks(found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
+    found, wanted = results(ranks)["joined"], results(1)["joined"]
+    require_same_training(found["losses"], wanted["losses"], rtol=1e-9)
+    require_equal_ranks(found)
+    assert len(set(found["uneven"])) == 1
+    assert {found["placed"][f"model/{name}"] for name in ("1.running_mean", "5.num_batches_tracked")} == {"replicated"}
+    totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
+    np.testing.assert_allclose(*totals, rtol=1e-9)
 
 
 def test_clipping_and_weights_matter() -> None:

@@ -93,6 +93,11 @@ class Run:
         verdicts = [attempt.verdict for attempt in Attempts(self.dir).all()]
         return [verdict.action.value if verdict else "none" for verdict in verdicts]
 
+    def codes(self) -> list[str]:
+        """Why each attempt ended, for programs."""
+        verdicts = [attempt.verdict for attempt in Attempts(self.dir).all()]
+        return [verdict.code.value if verdict else "none" for verdict in verdicts]
+
     def weights(self) -> str:
         """The hash of the last attempt's weights, which all ranks agree on."""
         words = last_words.read(self.dir, Attempts(self.dir).all()[-1].number)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from hpctrain.comm.world import QUICK_START
 from hpctrain.system.processes import own_session
+from tests.support import warm_ranks
 
+ROOT = Path(__file__).parents[2]
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
 
@@ -77,16 +79,26 @@ def mpirun(
     cwd: Path | None = None,
     timeout: float = 120,
     check: bool = True,
+    warm: str = "",
 ) -> Result:
-    """Run a Python file (Path) or module (str) on `ranks` ranks; with check, fail the test unless all exit with 0."""
+    """Run a Python file (Path) or module (str) on `ranks` ranks; with check, fail the test unless all exit with 0.
+
+    With `warm`, "torch" or "tensorflow", a file's ranks are forked from a process that has imported that framework.
+    """
+    command = rank_command(ranks, program, *args, warm=warm)
+    result = run_in_group(command, rank_environment(env), cwd, timeout)
+    assert not check or result.returncode == 0, f"exit {result.returncode}: {' '.join(command)}\n{result.output}"
+    return result
+
+
+def rank_command(ranks: int, program: Path | str, *args: object, warm: str = "") -> list[str]:
+    """The command line of `mpirun`."""
     launcher = find_mpirun()
     assert launcher, "no mpirun beside this Python or on PATH"
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else ["-bind-to", "none"]
     target = [str(program)] if isinstance(program, Path) else ["-m", program]
-    command = [launcher, *options, "-n", str(ranks), sys.executable, *target, *map(str, args)]
-    result = run_in_group(command, rank_environment(env), cwd, timeout)
-    assert not check or result.returncode == 0, f"exit {result.returncode}: {' '.join(command)}\n{result.output}"
-    return result
+    python = warm_ranks.command(warm, rank_environment({"PYTHONPATH": str(ROOT)})) if warm else [sys.executable]
+    return [launcher, *options, "-n", str(ranks), *python, *target, *map(str, args)]
 
 
 def _end(child: subprocess.Popen[str]) -> tuple[str, str]:

@@ -66,6 +66,14 @@ def noisy_model() -> keras.Model:
     )
 
 
+def embedding_model() -> keras.Model:
+    """Looks up words that the points name."""
+    points = keras.Input((12,))
+    words = keras.ops.cast(keras.ops.abs(points) * 20, "int32") % 50
+    means = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(50, 8)(words))
+    return keras.Model(points, keras.layers.Dense(3)(means))
+
+
 def mean_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
     """Mean cross-entropy."""
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], outputs))

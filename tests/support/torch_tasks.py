@@ -62,6 +62,20 @@ def noisy_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 3))
 
 
+def normalised_model() -> nn.Module:
+    """BatchNorm of several kinds, in float64."""
+    return nn.Sequential(
+        *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 6, 3)),
+        *(nn.SyncBatchNorm(6, momentum=None), nn.Flatten(), nn.BatchNorm1d(12, affine=False), nn.Linear(12, 3)),
+    ).double()
+
+
+def in_float64(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Outputs for the points."""
+    outputs: Tensor = model(batch["x"].double())
+    return outputs
+
+
 class Words(nn.Module):
     """An embedding with sparse gradients, and a parameter that has no part in the loss."""
 

@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "run": "errors system config",
     "data": "errors system",
     "reduce": "errors system config comm",
-    "train": "errors config comm data",
+    "train": "errors config comm run data",
     "tasks": "errors system comm train",
     "frameworks": "errors config comm data reduce train tasks",
     "checkpoint": "errors system config comm run data train frameworks",
@@ -185,7 +185,7 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("nargs", "epilog", "overrides", "extraction_filter"),
-    "last_backward",
+    *("last_backward", "batch_norm", "_moments"),
     *("stage", "future", "failure", "structure"),
 }
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""
@@ -198,7 +198,7 @@ def test_nobody_sets_an_attribute_of_another_object() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) not in ("self", "cls")
+        and ast.unparse(node.value) not in ("self", "cls", "ctx")  # ctx: how autograd functions of torch pass things on
         and node.attr not in SET_FROM_OUTSIDE
     ]
     assert not wrong

@@ -23,7 +23,7 @@ EXCHANGE_FILE = "exchange.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class ScalingJob:
     """One run."""
 
     name: str
@@ -83,7 +83,7 @@ def jobs(
     rounds: int,
     threads: int | None,
     output: Path,
-) -> list[Job]:
+) -> list[ScalingJob]:
     """All runs, in the order in which they take turns. A size that two modes share is run once.
 
     Args:
@@ -103,11 +103,11 @@ def jobs(
     for number in range(1, rounds + 1):
         for shape, batch in wanted:
             name = f"ranks-{shape.ranks}-batch-{batch}-round-{number}"
-            made.append(Job(name, shape, _training(config, name, shape, batch, steps, threads, output), batch))
+            made.append(ScalingJob(name, shape, _training(config, name, shape, batch, steps, threads, output), batch))
         for shape in shapes:
             if shape.ranks > 1:
                 name = f"exchange-{shape.ranks}-round-{number}"
-                made.append(Job(name, shape, _exchanging(config, name, shape, output), None))
+                made.append(ScalingJob(name, shape, _exchanging(config, name, shape, output), None))
     return made
 
 

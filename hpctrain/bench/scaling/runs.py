@@ -14,7 +14,7 @@ import numpy as np
 
 from hpctrain.bench.scaling.fit import Sample, Shape
 from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Timing
-from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, Job
+from hpctrain.bench.scaling.plan import EXCHANGE_FILE, WARM_UP, ScalingJob
 from hpctrain.config.loading import dump
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run import Outcome, RunView
@@ -27,7 +27,7 @@ PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": 
 """Parts by phase; every other phase computes."""
 
 
-def write(jobs: Sequence[Job], output: Path) -> None:
+def write(jobs: Sequence[ScalingJob], output: Path) -> None:
     """Writes a run file for each job.
 
     Raises:
@@ -44,7 +44,7 @@ def write(jobs: Sequence[Job], output: Path) -> None:
         write_atomically(file, text.encode())
 
 
-def run_here(jobs: Sequence[Job]) -> None:
+def run_here(jobs: Sequence[ScalingJob]) -> None:
     """Runs on this machine one after the other, as ``hpctrain run -n N`` does. What is done already is not repeated.
 
     Raises:
@@ -56,7 +56,7 @@ def run_here(jobs: Sequence[Job]) -> None:
             _run(job, ["run", "-n", str(job.shape.ranks), str(run_file(job))])
 
 
-def run_on_slurm(jobs: Sequence[Job]) -> None:
+def run_on_slurm(jobs: Sequence[ScalingJob]) -> None:
     """Submits what is not done yet, all at once, and returns when all have ended.
 
     Raises:
@@ -70,13 +70,13 @@ def run_on_slurm(jobs: Sequence[Job]) -> None:
         future.result()
 
 
-def run_file(job: Job) -> Path:
+def run_file(job: ScalingJob) -> Path:
     """Beside the run folder."""
     assert job.config.run_dir is not None, "every job has its folder"
     return Path(job.config.run_dir).with_suffix(".yaml")
 
 
-def is_done(job: Job) -> bool:
+def is_done(job: ScalingJob) -> bool:
     """Whether the job's run folder holds its result."""
     run = RunDir.for_config(job.config)
     if job.global_batch is None:
@@ -85,7 +85,7 @@ def is_done(job: Job) -> bool:
     return finished is not None and finished.reason == Outcome.COMPLETED
 
 
-def timings(jobs: Sequence[Job]) -> list[Timing]:
+def timings(jobs: Sequence[ScalingJob]) -> list[Timing]:
     """Steps of the training runs, by shape and batch: the intervals of all rounds together."""
     found: dict[tuple[Shape, int], list[Any]] = {}
     for job in jobs:
@@ -94,7 +94,7 @@ def timings(jobs: Sequence[Job]) -> list[Timing]:
     return [Timing(shape, batch, np.concatenate(rounds)) for (shape, batch), rounds in found.items()]
 
 
-def view(job: Job) -> RunView:
+def view(job: ScalingJob) -> RunView:
     """The job's run."""
     return RunView(RunDir.for_config(job.config).path)
 
@@ -111,7 +111,7 @@ def intervals(run: RunView) -> Any:
     return np.array(rows[WARM_UP:-1])
 
 
-def samples(jobs: Sequence[Job]) -> list[Sample]:
+def samples(jobs: Sequence[ScalingJob]) -> list[Sample]:
     """Measured exchanges."""
     found = []
     for job in jobs:
@@ -121,13 +121,13 @@ def samples(jobs: Sequence[Job]) -> list[Sample]:
     return found
 
 
-def started(jobs: Sequence[Job]) -> RunStarted:
+def started(jobs: Sequence[ScalingJob]) -> RunStarted:
     """The beginning of the training run with the most ranks."""
     last = max((job for job in jobs if job.global_batch is not None), key=lambda job: job.shape.ranks)
     return next(event for event in view(last).events() if isinstance(event, RunStarted))
 
 
-def _run(job: Job, words: Sequence[str]) -> None:
+def _run(job: ScalingJob, words: Sequence[str]) -> None:
     done = subprocess.run(python.module("hpctrain", *words), capture_output=True, text=True, check=False)
     if not is_done(job):
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.world import connect
 from hpctrain.monitor import shared
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import Layout, Reader, Slot
+from hpctrain.monitor.shared import Layout, Slot, SlotReader
 from hpctrain.monitor.window import WORK
 from hpctrain.train.clock import Phase
 
@@ -53,7 +53,7 @@ def main() -> None:
             multiply(matrix, int(SECONDS[phase] * products))
             clock.mark(phase)
         clock.end_step(1.0)
-    rows = Reader.of(handle, layout).totals(0, steps + WARM_UP)
+    rows = SlotReader.of(handle, layout).totals(0, steps + WARM_UP)
     assert rows is not None
     np.save(folder / f"rank-{world.rank}.npy", np.diff(rows[0, :, :WORK], axis=0)[WARM_UP - 1 :])
 

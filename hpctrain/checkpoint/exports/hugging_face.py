@@ -35,17 +35,20 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
     needed = ADAPTER_CONFIG if selection.trainable_only else CONFIG
     if not (like / needed).is_file():
         raise UserError(f"{like} holds no {needed}", f"name the folder whose {needed} describes the model")
+    if like.resolve() == folder.resolve():
+        raise UserError(f"{like} holds the weights that were fine-tuned", "choose another --output")
+    arrays, dtypes = model_weights(loaded, selection)
+    if selection.trainable_only:
+        arrays = {adapter_name(name): value for name, value in arrays.items()}
+        dtypes = {adapter_name(name): value for name, value in dtypes.items()}
     path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(like.iterdir()):
-            if file.is_file() and not file.name.endswith(WEIGHTS) and like.resolve() != folder.resolve():
+            if file.is_file() and not file.name.endswith(WEIGHTS):
                 shutil.copyfile(file, folder / file.name)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}", "choose another --output") from error
-    arrays, dtypes = model_weights(loaded, selection)
-    if selection.trainable_only:
-        arrays, dtypes = ({adapter_name(name): value for name, value in part.items()} for part in (arrays, dtypes))
     write_safetensors(arrays, dtypes, loaded.step, path)
     return path
 

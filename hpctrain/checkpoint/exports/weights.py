@@ -72,20 +72,21 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     if selection.lora_alpha is not None:
         weights = merge_lora(*weights, selection.lora_alpha)
     if selection.rename:
-        arrays, dtypes = (renamed(part, selection.rename, str(loaded.path)) for part in weights)
-        weights = arrays, dtypes
+        arrays, dtypes = weights
+        where = str(loaded.path)
+        weights = renamed(arrays, selection.rename, where), renamed(dtypes, selection.rename, where)
     return weights
 
 
 def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
     """Those of the model's weights that were trained."""
-    if "trained" not in loaded.meta:
+    trained = loaded.meta.get("trained", "unknown")
+    if trained is not None and not isinstance(trained, list):
         raise UserError(
             f"{loaded.path} does not say which weights were trained: an earlier version saved it",
             "export it without --trainable-only, or train it further for one step",
         )
-    trained = loaded.meta["trained"]
-    return set(names) if trained is None else {name.removeprefix(MODEL) for name in trained}
+    return set(names) if trained is None else {str(name).removeprefix(MODEL) for name in trained}
 
 
 def export_safetensors(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:

@@ -30,7 +30,7 @@ def try_batch(task: KerasTask, passes: Passes, batch: Tensors) -> None:
                 raise UserError(f"{name} returned None", "a return is missing: return a scalar, or (sum, weight)")
             with blamed(name, "return its mean over the samples, a scalar, or (sum, weight), two scalars"):
                 score_of(score, batch, name)
-        judges |= {f"metrics[{key!r}]": metric for key, metric in task.metrics.items()}
+        judges |= {f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}
 
 
 def describe(outputs: Any) -> str:

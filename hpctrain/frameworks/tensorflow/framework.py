@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.tensorflow.dry_call import try_batch
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
+from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
 from hpctrain.frameworks.tensorflow.passes import Passes, SortedOut, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.frameworks.tensorflow.sparse import sparse_variables
@@ -40,7 +41,9 @@ from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.reduce.tensorflow_tables import Tables
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, Sums
+from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
@@ -104,6 +107,7 @@ class KerasFramework:
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
+        self.meters = keras_meters(task)
         self.steps: Step | None = None
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
@@ -194,7 +198,10 @@ class KerasFramework:
 
     def dry_call(self, batch: HostBatch) -> None:
         with self._unchanged():
-            try_batch(self.task, self.passes, on_device({name: np.array(array) for name, array in batch.items()}))
+            copy = {name: np.array(array) for name, array in batch.items()}
+            try_batch(self.task, self.passes, on_device(copy))
+            if self.task.validation is not None:
+                try_meters(self, copy)
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""
@@ -209,9 +216,13 @@ class KerasFramework:
         """Each sample's share, and the loss scale."""
         return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
 
-    def evaluate(self, batch: HostBatch) -> Sums:
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         """With the averaged weights if an EMA is kept."""
-        found = self.passes.evaluate(on_device(batch))
+        inputs = on_device(batch)
+        found, outputs = self.passes.evaluate(inputs)
+        seen = Seen(outputs, inputs, batch, to_host)
+        for meter in meters:
+            meter.update(seen)
         return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:

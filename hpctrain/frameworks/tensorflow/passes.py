@@ -146,7 +146,7 @@ class Passes:
         ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
         """
         self.evaluate = Traced(self._evaluate, compiled)
-        """evaluate(batch) -> {name: (sum, weight)}."""
+        """evaluate(batch) -> {name: (sum, weight)}, and the outputs."""
         self.predict = Traced(self._predict, compiled)
         """predict(batch) -> outputs, as the model gives them."""
 
@@ -170,12 +170,12 @@ class Passes:
         tables = self.sorted_out.tables
         return pieces if tables is None else [*pieces, *tables.pack([gradient for _, gradient in of_tables])]
 
-    def _evaluate(self, batch: Tensors) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+    def _evaluate(self, batch: Tensors) -> tuple[dict[str, tuple[tf.Tensor, tf.Tensor]], Any]:
         with self._average_weights():
             outputs = self.outputs(batch, training=False)
-            scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.metrics.items()}
+            scores = {name: score_of(metric(outputs, batch), batch) for name, metric in self.task.mean_metrics.items()}
             scores["loss"] = self._loss(outputs, batch)
-        return {name: (score.total, score.weight) for name, score in scores.items()}
+        return {name: (score.total, score.weight) for name, score in scores.items()}, outputs
 
     def _predict(self, batch: Tensors) -> Any:
         with self._average_weights():

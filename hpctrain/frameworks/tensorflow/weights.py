@@ -25,7 +25,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
 
     def call(batch: Tensors) -> None:
         outputs = task.forward(task.model, batch)
-        for judge in (task.loss, *task.metrics.values()):
+        for judge in (task.loss, *task.mean_metrics.values()):
             score_of(judge(outputs, batch), batch)
 
     for training in (True, False):

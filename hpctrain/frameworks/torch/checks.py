@@ -51,17 +51,6 @@ def require_trainable(
         )
 
 
-def require_own_statistics(model: torch.nn.Module, ranks: int) -> None:
-    """Raises UserError if a layer's statistics should run over the ranks, which they would not, without a word."""
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized()  # by the task, for this layer
-    for name, module in model.named_modules():
-        if ranks > 1 and isinstance(module, torch.nn.SyncBatchNorm) and not joined:
-            raise UserError(
-                f"{name or 'the model'} is a SyncBatchNorm, but statistics are each rank's own",
-                "use BatchNorm for statistics of each rank's part, or GroupNorm or LayerNorm, which need no other rank",
-            )
-
-
 def require_scalar(loss: Tensor) -> None:
     """Raises UserError if a loss is one value a sample."""
     if loss.numel() != 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], tr
         )
 
 
-def try_metrics(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor]) -> None:
+def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:
     """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
     outputs = forward(task, model, batch)
-    for name, metric in {"loss": task.loss, **{f"metrics[{key!r}]": one for key, one in task.metrics.items()}}.items():
+    for key, metric in judges(task).items():
+        name = f"metrics[{key!r}]" if key in task.metrics else key
         fix = (
             f"{name} gets (outputs, batch) in an evaluation: outputs {describe(outputs)}, and a dict of {shapes(batch)}"
         )
@@ -50,7 +51,13 @@ def try_metrics(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor])
         require_score(score, name)
 
 
-def forward(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
+def judges(task: Task) -> dict[str, Callable[[Any, Any], Any]]:
+    """What an evaluation reports, by name. A task with a step of its own may have no loss."""
+    loss = {} if task.loss is None else {"loss": task.loss}
+    return {**loss, **task.mean_metrics}
+
+
+def forward(task: Task, model: Any, batch: Mapping[str, Tensor]) -> Any:
     """The outputs."""
     fix = (
         f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,18 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
+from hpctrain.errors import UserError
+from hpctrain.frameworks.loss_scale import NAME as SCALE
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, plain_name, require_same_model
-from hpctrain.frameworks.torch.checks import require_own_statistics, require_scalar, require_trainable
+from hpctrain.frameworks.torch.checks import require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
-from hpctrain.frameworks.torch.dry_call import try_loss, try_metrics
+from hpctrain.frameworks.torch.dry_call import judges, try_loss, try_metrics
 from hpctrain.frameworks.torch.holdings import Holdings
+from hpctrain.frameworks.torch.metrics import to_host, torch_meters
 from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.own_step import OwnSteps, Setting, own_models
+from hpctrain.frameworks.torch.shares import ONLY, Share, shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
     TorchTensor,
@@ -34,23 +39,24 @@ from hpctrain.frameworks.torch.state import (
     random_tensors,
     state_of,
 )
-from hpctrain.frameworks.update import Decision, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, joint_names, trial, wants_joint_statistics
+from hpctrain.frameworks.torch.updates import Exchanges, ExchangesToChoose, Passes, Trained
+from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
-from hpctrain.reduce.torch_reducer import (
-    Number,
-    Reducer,
-    TorchReducers,
-    broadcast,
-)
-from hpctrain.tasks.definition import Task
+from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import HostBatch, Sums
+from hpctrain.train.evaluation import try_meters
+from hpctrain.train.framework import HostBatch, StepResult, Sums
+from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
-from hpctrain.train.state import StateTensor
+from hpctrain.train.state import ArrayTensor, StateTensor
 
+STEPS = "step/done"
+"""Of the state: calls of a task's own step."""
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,13 +69,19 @@ def seed(seed: int) -> None:
 class ReadyTask:
     """A task whose model is on this rank's device and equal on all ranks."""
 
-    task: Task
+    task: TorchTask
+    model: torch.nn.Module
+    """All models of the task as one."""
+    shares: Mapping[str, Share]
+    """Parameters by optimizer."""
     device: torch.device
     holdings: Holdings
     optimizer_state: OptimizerState
-    reducers: TorchReducers
-    reducer: Reducer | None
+    reducers: ExchangesToChoose
+    reducer: Exchanges | None
     """None if it has to be measured."""
+    joint: SyncBatchNorm | None = None
+    """What joins the statistics of BatchNorm layers, if that is wanted on several ranks."""
 
 
 class TorchFramework:
@@ -89,25 +101,33 @@ class TorchFramework:
         train = config.train
         self.task, self.world, self.config, self.clock, self.choice = ready.task, world, config, clock, choice
         self.device = ready.device
-        self.model: torch.nn.Module = ready.task.model
-        self.optimizer: torch.optim.Optimizer = ready.task.optimizer
+        self.model = ready.model
+        self.optimizer: Any = ready.task.optimizer
         self.holdings = ready.holdings
         self.optimizer_state = ready.optimizer_state
         self.reducers = ready.reducers
         self.reducer = ready.reducer
+        self.joint = ready.joint
+        self.joint_names = joint_names(self.model) if ready.joint else frozenset[str]()
         self.memory_format = memory_format_of(train)
+        self.meters = torch_meters(ready.task, ready.device)
         self.names = ready.optimizer_state.names
         self.other_names = other_names(self.model)
         self.frozen: list[torch.nn.Module] = []
         self.rate_factors: Factors = 1.0
         self.updates = 0
-        self.call = torch.compile(self.model) if train.compile else self.model
+        models = own_models(ready.task.model, train.compile)
+        self.call: Any = models if isinstance(ready.task.model, Mapping) else models["model"]
         self.low_precision = LOW_PRECISION.get(train.precision)
-        self.scale = LossScale() if train.precision == "fp16" else None
-        self.rule = UpdateRule(train.clip_norm, self.scale)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
-        self.average_weight = 1 - (train.ema_decay or 0)
+        self.trained = {name: self._trained(name, share) for name, share in ready.shares.items()}
+        self.steps = np.zeros((), np.int64)
+        self.own = None
+        if ready.task.step is not None:
+            setting = Setting(models, self.device, self.trained, train.accumulate, world.data, self.low_precision)
+            optimizers = [part.optimizer for part in ready.optimizer_state.every]
+            self.own = OwnSteps(ready.task, setting, optimizers)
 
     @property
     def reducer_name(self) -> str | None:
@@ -115,7 +135,7 @@ class TorchFramework:
 
     @property
     def gradient_bytes(self) -> int:
-        tables = {id(parameter) for parameter in self.reducers.sparse}
+        tables = {id(parameter) for reducers in self.reducers.of.values() for parameter in reducers.sparse}
         return sum(4 * parameter.numel() for parameter in self.parameters if id(parameter) not in tables)
 
     def set_learning_rate(self, factors: Factors) -> None:
@@ -123,75 +143,91 @@ class TorchFramework:
             self.rate_factors = factors
             self.optimizer_state.set_rates(factors)
 
-    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         self._for_training()
+        if self.own is not None and global_samples < self.world.data.size:
+            raise UserError(
+                f"a batch of {global_samples} samples has none for some of the {self.world.data.size} ranks, each of "
+                "which takes part in an own step",
+                "set data.drop_last: true",
+            )
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
-        loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
+        self.updates += 1
+        if self.own is not None:
+            return self._own_step(self.own, micro_batches, global_samples)
+        with self._joint_statistics(micro_batches):
+            loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
-        decision = self._finish_gradients(self.reducer, totals, math.isfinite(loss[0]))
-        if decision.factor is not None:
-            self.optimizer.step()
-            self.updates += 1
-            if self.average:
-                with torch.no_grad():
-                    torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
+        try:
+            decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals)
+        except NotFinite:
+            raise ranks_at_fault(self.world.data, math.isfinite(loss[0])) from None
         self.clock.mark(Phase.OPTIMIZER)
         return UpdateResult(loss, decision.norm)
 
+    def _own_step(self, own: OwnSteps, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
+        """The task's own; its rank's part is one batch."""
+        assert self.reducer is not None, "measured by now"
+        with self._joint_statistics(micro_batches):
+            result = self._run(own, micro_batches[0], global_samples, self.reducer, self.clock)
+        self.steps += 1
+        return result
+
+    def _run(
+        self,
+        own: OwnSteps,
+        host: HostBatch,
+        global_samples: int,
+        exchanges: Exchanges,
+        clock: StepClock,
+        applies: bool = True,
+    ) -> StepResult:
+        if self.joint:
+            self.joint.statistics.begin_micro_batch(0)
+        batch = self._to_device(host)
+        clock.mark(Phase.TO_DEVICE)
+        return own.run(batch, global_samples, exchanges, clock, int(self.steps), applies=applies)
+
     def _gradients(
-        self, reducer: Reducer, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
+        self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
     ) -> tuple[tuple[float, float], ExchangeResult]:
         """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
-        reducer.begin()
-        factor = self.rule.scale / global_samples
-        loss: Number = 0.0
-        weight: Number = 0.0
-        weighted = False
+        reducer = exchanges.of[ONLY]
+        passes = Passes(reducer, self.trained[ONLY].rule.scale, global_samples)
         for number, host in enumerate(micro_batches, start=1):
+            if self.joint:
+                self.joint.statistics.begin_micro_batch(number - 1)
             batch = self._to_device(host)
             clock.mark(Phase.TO_DEVICE)
             with self._autocast():
                 score = self.task.loss(self.task.forward(self.call, batch), batch)
             clock.mark(Phase.FORWARD)
-            weighted = isinstance(score, tuple)
-            samples = samples_of(host)
-            total, part = score if weighted else (score, samples)
-            require_scalar(total)
-            if total.dtype in LOW_PRECISION.values():
-                total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
-            if not weighted:
-                total = total * samples
             reducer.last_backward = number == len(micro_batches)
-            (total * factor).backward()
-            loss = loss + total.detach()
-            weight = weight + (part.detach() if isinstance(part, Tensor) else part)
+            passes.add(score, samples_of(host))
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
-        totals = reducer.exchange(loss / global_samples, weight / global_samples if weighted else None)
-        return (float(loss), float(weight)), totals
+        totals = passes.exchange()
+        return (float(passes.loss), float(passes.weight)), totals
 
-    def _finish_gradients(self, reducer: Reducer, totals: ExchangeResult, own_finite: bool) -> Decision:
-        """Divides by weights and loss scale, and clips, unless the update is left out."""
-        norm = global_norm(reducer.gradients()) if self.rule.needs_norm else None
-        try:
-            decision = self.rule.decide(totals, norm)
-        except NotFinite:
-            raise ranks_at_fault(self.world.data, own_finite) from None
-        if decision.factor is not None and decision.factor != 1:
-            torch._foreach_mul_(reducer.gradients(), decision.factor)
-        return decision
-
-    def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Reducer:
+    def _measure(self, micro_batches: Sequence[HostBatch], global_samples: int) -> Exchanges:
         """Rehearses steps on the first batch; what they change in the model is put back."""
 
-        def rehearse(reducer: Reducer) -> None:
-            copies = [copied(batch) for batch in micro_batches]
-            self._gradients(reducer, copies, global_samples, _NoClock())  # a task may change its inputs in place
+        def rehearse(exchanges: Exchanges) -> None:
+            copies = [copied(batch) for batch in micro_batches]  # a task may change its inputs in place
+            with self._joint_statistics(copies):
+                if self.own is not None:
+                    self._run(self.own, copies[0], global_samples, exchanges, _NoClock(), applies=False)
+                else:
+                    self._gradients(exchanges, copies, global_samples, _NoClock())
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
+
+    def _joint_statistics(self, micro_batches: Sequence[HostBatch]) -> contextlib.AbstractContextManager[None]:
+        """BatchNorm in an update: over the samples of all ranks, if that is wanted."""
+        return self.joint.update(len(micro_batches)) if self.joint else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -212,21 +248,29 @@ class TorchFramework:
             load_random(self.device, random)
 
     def dry_call(self, batch: HostBatch) -> None:
-        with self._unchanged(), self._autocast():
+        with self._unchanged(), self._autocast(), trial() if self.joint else contextlib.nullcontext():
             self._for_training()
-            trains = any(parameter.requires_grad for parameter in self.model.parameters())
-            try_loss(self.task, self.model, self._to_device(copied(batch)), trains)
+            inputs = self._to_device(copied(batch))
+            if self.own is not None:
+                self.own.dry_call(inputs, int(self.steps))
+            else:
+                trains = any(parameter.requires_grad for parameter in self.model.parameters())
+                try_loss(self.task, self.model, inputs, trains)
             if self.task.validation is not None:
                 with self._for_evaluation():
-                    try_metrics(self.task, self.model, self._to_device(copied(batch)))
+                    given = self.task.model if isinstance(self.task.model, Mapping) else self.model
+                    try_metrics(self.task, given, self._to_device(copied(batch)))
+                try_meters(self, copied(batch))
 
-    def evaluate(self, batch: HostBatch) -> Sums:
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         with self._for_evaluation():
             inputs = self._to_device(batch)
             with self._autocast():
                 outputs = self.task.forward(self.call, inputs)
-                scores = {"loss": self.task.loss(outputs, inputs)}
-                scores |= {name: metric(outputs, inputs) for name, metric in self.task.metrics.items()}
+                scores = {name: judge(outputs, inputs) for name, judge in judges(self.task).items()}
+            seen = Seen(outputs, inputs, batch, to_host)
+            for meter in meters:
+                meter.update(seen)
             samples = samples_of(batch)
             return {name: _sum_and_weight(score, samples) for name, score in scores.items()}
 
@@ -236,27 +280,30 @@ class TorchFramework:
         return {name: _to_host(value) for name, value in named_outputs(outputs).items()}
 
     def state(self) -> list[StateTensor]:
-        scaler = self.scale.tensors() if self.scale else []
+        scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
+        counted = [ArrayTensor(STEPS, self.steps)] if self.own is not None else []
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
-            *model_tensors(self.model),
+            *model_tensors(self.model, self.joint_names),
             *optimizer,
             *self.holdings.tensors(known, self.updates),
             *self._average_tensors(),
             *scaler,
+            *counted,
             *random_tensors(self.device),
         ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         arrays = {plain_name(name): array for name, array in arrays.items()}  # 0.2 saved the names of compiled models
-        load_tensors([*model_tensors(self.model), *self._average_tensors()], arrays)
+        load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
-        if self.scale:
-            self.scale.load(arrays)
+        for scale in self._scales():
+            scale.load(arrays)
+        self.steps[...] = arrays.get(STEPS, 0)
         load_random(self.device, arrays)
 
     def reseed(self, step: int) -> None:
@@ -290,12 +337,36 @@ class TorchFramework:
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def weights_hash(self) -> str:
-        return digest(list(self.model.parameters()))
+        joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
+        return digest([*self.model.parameters(), *joint])
 
     def close(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
+        if self.own is not None:
+            self.own.guard.close()
+        if self.joint is not None:
+            self.joint.close()
+            self.joint = None
+
+    def _trained(self, name: str, share: Share) -> Trained:
+        """An optimizer with its part of the averages."""
+        train = self.config.train
+        average_of = {id(one): average for one, average in zip(self.parameters, self.average, strict=False)}
+        parameters: list[Tensor] = [parameter for _, parameter in share.pairs]
+        return Trained(
+            name=name,
+            optimizer=self.optimizer[name] if name else self.optimizer,
+            parameters=parameters,
+            average=[average_of[id(parameter)] for parameter in parameters] if self.average else [],
+            average_weight=1 - (train.ema_decay or 0),
+            rule=UpdateRule(train.clip_norm, loss_scale_of(name) if train.precision == "fp16" else None),
+        )
+
+    def _scales(self) -> list[LossScale]:
+        """Of all optimizers."""
+        return [each.rule.loss_scale for each in self.trained.values() if each.rule.loss_scale is not None]
 
     def _average_tensors(self) -> list[TorchTensor]:
         return [
@@ -342,7 +413,9 @@ class TorchFramework:
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
 
 
-def open_torch(task: Task, world: World, config: Config, clock: StepClock, choice: ReducerChoice) -> TorchFramework:
+def open_torch(
+    task: TorchTask, world: World, config: Config, clock: StepClock, choice: ReducerChoice
+) -> TorchFramework:
     """A framework whose model is on this rank's device and equal on all ranks. Collective.
 
     Args:
@@ -356,16 +429,17 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
         UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
             cannot be used.
     """
-    train, model = config.train, task.model
+    train, model = config.train, whole_model(task)
     device = pick_device(world.local_rank)
     require_same_kind(device, world)
     if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
-    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model)
+    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward, "step": task.step}, model)
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
-    require_own_statistics(model, world.data.size)
-    model.to(device, memory_format=memory_format_of(train))
+    joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
+    shares = shares_of(task, model, parts)
+    model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     require_same_model(world.data, described, "tensors")
@@ -375,8 +449,12 @@ def open_torch(task: Task, world: World, config: Config, clock: StepClock, choic
     )
     if device.type != "cpu":
         optimizer_state.to_device()
-    reducers = TorchReducers(model, config.reduce, sparse_parameters(model, parts, config.reduce.sparse))
-    ready = ReadyTask(task, device, holdings, optimizer_state, reducers, choice.known(reducers))
+    sparse = sparse_parameters(model, parts, config.reduce.sparse)
+    reducers = ExchangesToChoose(
+        {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
+    )
+    joint = SyncBatchNorm(model, world.data, clock) if joins else None
+    ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
@@ -410,12 +488,9 @@ def samples_of(batch: HostBatch) -> int:
     return len(next(iter(batch.values())))
 
 
-def global_norm(tensors: Sequence[Tensor]) -> float:
-    """L2 norm over all elements of all tensors."""
-    if not tensors:
-        return 0.0
-    norms = torch._foreach_norm(list(tensors))
-    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])
+def loss_scale_of(optimizer: str) -> LossScale:
+    """With a name of its own if the optimizer has one."""
+    return LossScale(f"{SCALE}/{optimizer}") if optimizer else LossScale()
 
 
 def _sum_and_weight(score: Any, samples: int) -> tuple[float, float]:

@@ -183,7 +183,7 @@ class Holdings:
             if changed:
                 path = changed[0].rpartition("/")[2]
                 raise UserError(
-                    f"{type(self.roots[0].value).__name__} keeps {path} outside its state, where it cannot be saved",
+                    f"{optimizer_name(self.roots[0].value)} keeps {path} outside its state, where it cannot be saved",
                     "keep it in optimizer.state or in the groups, make it in the constructor, or give the optimizer a "
                     "state_dict and load_state_dict that hold it",
                 )
@@ -270,6 +270,11 @@ def speaker_name(root: Root, path: str, speaker: Any) -> str:
 def loose_name(root: Root, path: str) -> str:
     """Name of what is kept in a plain attribute."""
     return f"held/{root.name}/own/{path}"
+
+
+def optimizer_name(value: Any) -> str:
+    """For a message."""
+    return "an optimizer" if isinstance(value, Mapping) else type(value).__name__
 
 
 def value_of(tensor: StateTensor) -> NDArray[Any]:

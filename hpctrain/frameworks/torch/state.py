@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +83,11 @@ def state_of(model: Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def model_tensors(model: Module) -> list[TorchTensor]:
-    """``model/<name>`` of a model's tensors."""
+def model_tensors(model: Module, equal: Container[str] = ()) -> list[TorchTensor]:
+    """``model/<name>`` of a model's tensors; ``equal``: names of buffers that are equal on all ranks."""
     trained = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [
-        TorchTensor(f"model/{name}", tensor, placement, is_trained=name in trained)
+        TorchTensor(f"model/{name}", tensor, Placement.REPLICATED if name in equal else placement, name in trained)
         for name, tensor, placement in module_tensors(model)
     ]
 

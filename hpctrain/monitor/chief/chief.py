@@ -47,7 +47,7 @@ DUMPED_CULPRITS = 4
 
 
 @dataclass(frozen=True)
-class Command:
+class NodeCommand:
     """A message to one node's agent."""
 
     node: int
@@ -117,7 +117,7 @@ class Chief:
         self.suspended_at: float | None = None
         """The last look, if every rank was stopped then."""
 
-    def receive(self, message: Message, now: float) -> list[Command]:
+    def receive(self, message: Message, now: float) -> list[NodeCommand]:
         """Takes in one report."""
         fields = message.fields
         if message.kind == "window":
@@ -139,7 +139,7 @@ class Chief:
                 return self.close_hang(self.open_hang)
         return []
 
-    def tick(self, now: float) -> list[Command]:
+    def tick(self, now: float) -> list[NodeCommand]:
         """What time alone brings about."""
         if now >= self.next_live:
             self.next_live = now + LIVE_S
@@ -188,7 +188,7 @@ class Chief:
 
     # windows
 
-    def add(self, part: window.Window) -> list[Command]:
+    def add(self, part: window.Window) -> list[NodeCommand]:
         """Adds one node's part of a window, and judges the window when it is complete or too old."""
         if part.index <= self.judged:
             return []
@@ -204,7 +204,7 @@ class Chief:
                 commands += self.decide(window.join(parts))
         return commands
 
-    def decide(self, now: window.Window) -> list[Command]:
+    def decide(self, now: window.Window) -> list[NodeCommand]:
         """Judges one window and reports what it changed; has the hosts of suspected ranks examined."""
         verdicts = self.judge.judge(now)
         if self.judge.measures is not None and self.judge.measures.window is now:
@@ -214,7 +214,7 @@ class Chief:
         for verdict in verdicts:
             self.tell(self.with_evidence(verdict))
         suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
-        return [Command(node, Message("look")) for node in sorted({self.nodes[rank] for rank in suspects})]
+        return [NodeCommand(node, Message("look")) for node in sorted({self.nodes[rank] for rank in suspects})]
 
     def drop_cleared(self) -> None:
         """Ends findings none of whose ranks is slow any more: ranks that were named together clear one by one."""
@@ -268,7 +268,7 @@ class Chief:
 
     # hangs
 
-    def begin_hang(self, hang: Hang, now: float) -> list[Command]:
+    def begin_hang(self, hang: Hang, now: float) -> list[NodeCommand]:
         """Asks for the stacks of those who never arrived and of one that waits."""
         living = [
             beat for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1]) if beat.state not in (ENDED, GONE)
@@ -283,9 +283,9 @@ class Chief:
         by_node: dict[int, list[int]] = {}
         for beat in living:
             by_node.setdefault(self.nodes[beat.rank], []).append(beat.rank)
-        return [Command(node, Message("dump", {"ranks": ranks})) for node, ranks in by_node.items()]
+        return [NodeCommand(node, Message("dump", {"ranks": ranks})) for node, ranks in by_node.items()]
 
-    def close_hang(self, case: OpenHang) -> list[Command]:
+    def close_hang(self, case: OpenHang) -> list[NodeCommand]:
         """Writes the stacks and the event; then what the run file wants."""
         self.open_hang = None
         hang = case.hang
@@ -322,7 +322,7 @@ class Chief:
         if action != "abort":
             return []
         self.has_ended_ranks = True
-        return [Command(node, Message("kill")) for node in sorted(set(self.nodes))]
+        return [NodeCommand(node, Message("kill")) for node in sorted(set(self.nodes))]
 
     # files
 

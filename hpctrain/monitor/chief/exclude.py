@@ -10,7 +10,7 @@ from hpctrain.run.bad_nodes import BadNode, BadNodes
 
 
 def exclude(nodes: BadNodes, new: BadNode, now: float) -> bool:
-    """Adds a host; False where this attempt has added one already, or the host is on the list.
+    """Adds a host; False if this attempt has added one already, or the host is on the list.
 
     Raises:
         RunFailed: the list cannot be written.

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor.chief.chief import Chief, Command
+from hpctrain.monitor.chief.chief import Chief, NodeCommand
 from hpctrain.monitor.node.node import Node, NodePlan
-from hpctrain.monitor.shared import PID, Layout, Reader
+from hpctrain.monitor.shared import PID, Layout, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, raise_descriptors
 from hpctrain.run.folder import RunDir
 
@@ -194,7 +194,7 @@ class ChiefAgent:
             del self.by_node[node]
         connection.close()
 
-    def obey(self, commands: list[Command]) -> None:
+    def obey(self, commands: list[NodeCommand]) -> None:
         """Sends commands to their nodes; this node's own last, since they may end its ranks."""
         for command in sorted(commands, key=lambda command: command.node == self.node.plan.node):
             if command.node == self.node.plan.node:
@@ -264,7 +264,7 @@ class NodeAgent:
 class Voice:
     """Brings sentences to the log: through the first rank, or past it if it may hang."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: SlotReader) -> None:
         self.reader = reader
         os.set_blocking(sys.stdout.fileno(), False)
 
@@ -296,7 +296,7 @@ def main() -> None:
     give_way()
     descriptors = raise_descriptors()
     plan = AgentPlan.from_json(sys.stdin.read())
-    reader = Reader.of(plan.memory, plan.layout)
+    reader = SlotReader.of(plan.memory, plan.layout)
     node = Node(plan.node, reader)
     token = bytes.fromhex(plan.token)
     if plan.chief is None:

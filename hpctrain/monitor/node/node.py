@@ -29,7 +29,7 @@ from hpctrain.monitor.shared import (
     STARTED,
     STATE,
     STEPS,
-    Reader,
+    SlotReader,
 )
 from hpctrain.monitor.window import Window, condense
 from hpctrain.monitor.wire.message import Message
@@ -64,7 +64,7 @@ class Node:
         reader: their memory.
     """
 
-    def __init__(self, plan: NodePlan, reader: Reader) -> None:
+    def __init__(self, plan: NodePlan, reader: SlotReader) -> None:
         self.plan = plan
         self.reader = reader
         self.ranks = np.array(plan.ranks, dtype=np.int64)

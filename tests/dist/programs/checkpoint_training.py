@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
-from hpctrain.checkpoint.hook import checkpoint_hook
+from hpctrain.checkpoint.hook import CheckpointHook, checkpoint_hook
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
@@ -35,8 +35,9 @@ from hpctrain.train.hooks import BaseHook, StopReason
 class Recorder(BaseHook):
     """Writes down each step, and ends or kills the rank where it should."""
 
-    def __init__(self, path: Path, rank: int, options: dict[str, Any]) -> None:
+    def __init__(self, path: Path, rank: int, options: dict[str, Any], saving: CheckpointHook) -> None:
         self.path = path
+        self.saving = saving
         self.rank = rank
         self.options = options
         self.ids: list[int] = []
@@ -59,6 +60,8 @@ class Recorder(BaseHook):
     def after_step(self, trainer: Any, result: Any) -> StopReason | None:
         step = trainer.state.step
         self.write(step=step, ids=self.ids, loss=result.sums()["loss"])
+        if "kill_after" in self.options and self.saving.saver is not None:
+            self.saving.saver.rest()  # however fast the steps are, checkpoints are done before the end comes
         if step == self.options.get("kill_after") and self.rank == self.options.get("kill_rank", 0):
             os.kill(os.getpid(), signal.SIGKILL)
         stop_after = self.options.get("stop_after")
@@ -102,13 +105,13 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     clock = IntervalClock()
     problem = make_problem(config, world)
     framework = wiring.make_framework(config, world, problem.task, clock)
-    recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options)
-    recorder.watch(framework)
     fingerprint = problem.train.fingerprint()
     batch = problem.order.global_batch
     fresh = options.get("fresh", False)
     report = EventWriter(run_dir.events, print).append
     hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh=fresh)
+    recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options, hook)
+    recorder.watch(framework)
     trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
     with closing(framework), closing(hook), closing(trainer.data):
         trainer.fit()

@@ -24,9 +24,11 @@ from tests.support.torch_tasks import (
     adagrad,
     cut,
     global_batches,
+    in_float64,
     make_framework,
     mean_loss,
     noisy_model,
+    normalised_model,
     plain_sgd,
     samples,
     sparse_adam,
@@ -119,9 +121,9 @@ def overflowing(world: World) -> dict[str, Any]:
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = 1e6
-    before, scale = framework.weights_hash(), framework.scale.factor
+    before, scale = framework.weights_hash(), framework.trained[""].rule.loss_scale.factor
     framework.step(cut(batch, world.rank, world.size), 30)
-    after = [framework.weights_hash() == before, framework.scale.factor / scale]
+    after = [framework.weights_hash() == before, framework.trained[""].rule.loss_scale.factor / scale]
     framework.close()
     return {"after": world.data.allgather(after, "compare")}
 
@@ -150,6 +152,26 @@ def interrupted(world: World) -> dict[str, Any]:
     same = rest == losses[4:] and second.weights_hash() == digest
     second.close()
     return {"same": world.data.allgather(same, "compare")}
+
+
+def joined(world: World) -> dict[str, Any]:
+    """Networks with BatchNorm over all ranks; the last of four ranks has no sample in every seventh batch."""
+    settings = {"model": normalised_model, "forward": in_float64, "sync_batchnorm": True, "way": "mpi-overlap"}
+    framework = make_framework(world, **settings)
+    dry = {"x": np.ones((1, 12), np.float32), "y": np.zeros(1, np.int64)}
+    if world.rank == 0 and world.size > 1:
+        framework.dry_call(dry)  # which needs no other rank, and learns nothing from one sample
+    found = outcome(framework, train(framework, 30))
+    parts = cut(samples(), world.rank, world.size)
+    found["evaluated"] = world.data.allgather([framework.evaluate(part) for part in parts], "evaluate")
+    found["placed"] = {tensor.name: tensor.placement.value for tensor in framework.state()}
+    framework.close()
+    pieces = make_framework(world, **{**settings, "way": None})  # measured on a batch whose pieces are uneven
+    batch = {name: array[:7] for name, array in next(global_batches(1)).items()}
+    pieces.step(cut(batch, world.rank, world.size, 2), 7)
+    found["uneven"] = outcome(pieces, [])["hashes"]
+    pieces.close()
+    return found
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -218,6 +240,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "overflowing": overflowing,
     "interrupted": interrupted,
     "rehearsed": rehearsed,
+    "joined": joined,
     "tables": tables,
 }
 

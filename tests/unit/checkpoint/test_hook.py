@@ -47,7 +47,9 @@ class Counter:
         if self.weight[0] >= self.spoiled_at:
             self.weight[1] = math.nan
 
-    def evaluate(self, batch: Any) -> dict[str, tuple[float, float]]:
+    meters: Mapping[str, Any] = {}
+
+    def evaluate(self, batch: Any, meters: Any = ()) -> dict[str, tuple[float, float]]:
         return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
 
     def state(self) -> list[ArrayTensor]:
@@ -102,7 +104,7 @@ class Run:
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
         plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
-        validation = [{"x": np.zeros((1, 1))}]
+        validation = {"validation": [{"x": np.zeros((1, 1))}]}
         trainer = Trainer(
             alone(), framework, lambda step: 1.0, plan, clock, TrainState(), data, validation, [hook, *hooks]
         )  # type: ignore[arg-type]

@@ -151,9 +151,17 @@ def test_a_partial_match_has_to_be_meant() -> None:
         renamed({"a.weight": 1, "b.weight": 2}, {"a.": "", "b.": ""}, "x")
 
 
-def test_keras_files_by_their_own_names(tmp_path: Path) -> None:
-    keras = pytest.importorskip("keras")
-    from tests.support.tensorflow_tasks import make_framework as make_keras
+@pytest.fixture(scope="module")
+def make_keras() -> Any:
+    """A framework around a Keras model. TensorFlow is loaded before a test begins, since it changes the environment."""
+    pytest.importorskip("keras")
+    from tests.support.tensorflow_tasks import make_framework
+
+    return make_framework
+
+
+def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None:
+    import keras
 
     def model(width: int = 3) -> Any:
         layers = keras.layers
@@ -172,7 +180,7 @@ def test_keras_files_by_their_own_names(tmp_path: Path) -> None:
     np.testing.assert_array_equal(framework.averages[0], other.trainable_variables[0])
 
     wide = make_keras(alone(), model=lambda: model(7))
-    before = np.array(wide.task.model.layers[-1].kernel.value)
+    before = wide.task.model.layers[-1].kernel.numpy()
     with pytest.raises(UserError, match=r"2 have another shape \(layers/dense_1/vars/0, layers/dense_1/vars/1\)"):
         load_initial(Source(str(path)), wide)
     match = load_initial(Source(str(path), missing=["layers/dense_1/*"]), wide)
@@ -308,6 +316,8 @@ def test_a_folder_for_from_pretrained(tmp_path: Path) -> None:
         files = {"config.json", "adapter_config.json", "tokenizer.json", weights}
         assert {file.name for file in out.iterdir()} == files
         assert "head.weight" in safetensors.read(out / weights)[0]
+    assert main(["ckpt", "export", path, "-o", str(like), "--like", str(like)]) == 64
+    assert (like / "model.safetensors").read_text() == "{}"
 
 
 @pytest.mark.parametrize("where", ["whole", "inside"])

@@ -73,7 +73,7 @@ def test_h5dump_reads_every_type(tmp_path: Path) -> None:
     assert header.stdout.count(b"DATASET") == len(image.views) and b"ATTRIBUTE" not in header.stdout
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_TYPES)), st.lists(st.integers(0, 9), max_size=4)), max_size=30))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, list[int]]]) -> None:
     folder = tmp_path_factory.mktemp("shard")

@@ -16,12 +16,12 @@ import pytest
 from hpctrain.errors import UserError
 from hpctrain.horovod_wheel import cache, patch
 from hpctrain.horovod_wheel.build import Build, cuda_environment, explain_log
-from hpctrain.horovod_wheel.recipe import Recipe
+from hpctrain.horovod_wheel.recipe import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py, find_mpi
 from tests.conftest import NOT_PERMITTED
 from tests.support.hostile import SOMEBODY, as_somebody
 
-RECIPE = Recipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
+RECIPE = WheelRecipe("0.28.1", "digest", "cpython-311", "2.13.0", "2.21.0", "g++ 12", "Open MPI v5", "", None)
 
 
 def sources(root: Path, chosen: tuple[patch.Edit, ...]) -> Path:
@@ -62,13 +62,13 @@ def test_a_changed_sdist_is_refused(tmp_path: Path) -> None:
         patch.verify(file)
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Recipe)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WheelRecipe)])
 def test_the_key_changes_with_everything_that_the_wheel_depends_on(field: str) -> None:
     assert dataclasses.replace(RECIPE, **{field: "other"}).key != RECIPE.key
 
 
 def test_the_key_is_the_same_in_every_process() -> None:
-    code = f"from hpctrain.horovod_wheel.recipe import Recipe; print({RECIPE!r}.key)"
+    code = f"from hpctrain.horovod_wheel.recipe import WheelRecipe; print({RECIPE!r}.key)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == RECIPE.key
 

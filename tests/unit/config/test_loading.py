@@ -143,7 +143,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars, max_size=3), max_size=4))
 def test_dump_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, task_args: dict[str, object]) -> None:
     config = Config(name="a", task="m:f", train=TrainConfig(steps=3, batch_per_rank=2), task_args=task_args)

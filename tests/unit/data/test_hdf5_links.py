@@ -249,7 +249,7 @@ class TestVirtual:
             file.create_virtual_dataset("x", layout)
         assert np.array_equal(everything(folder / "a.h5")["x"], NUMBERS)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(data=st.data())
     def test_it_reads_what_the_library_reads(self, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
         """Rows together, interleaved, picked, in parts, stacked; of other byte order, compressed, virtual."""

@@ -35,7 +35,7 @@ def joined(batch: Batch) -> dict[str, np.ndarray]:
     return {name: np.concatenate([piece[name] for piece in batch.micro_batches]) for name in names}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     size=st.integers(1, 8),
     global_batch=st.integers(1, 60),

@@ -553,7 +553,7 @@ def test_state_that_cannot_be_saved_is_told_after_two_steps(tmp_path: Path) -> N
     identity = {"config": {}, "global_batch": 30, "data": ""}
     hook = CheckpointHook(CheckpointStore(tmp_path), policy_of(config), config, identity, lambda *event, **fields: None)
     state = TrainState()
-    trainer = Trainer(alone(), framework, lambda step: 1.0, Plan(1000, 6), IntervalClock(), state, data, None, [hook])
+    trainer = Trainer(alone(), framework, lambda step: 1.0, Plan(1000, 6), IntervalClock(), state, data, {}, [hook])
     with closing(hook), closing(data), pytest.raises(UserError, match="Late keeps past"):
         trainer.fit()
     assert state.step == 2

@@ -21,13 +21,13 @@ import pytest
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import shared
-from hpctrain.monitor.chief.chief import Command
+from hpctrain.monitor.chief.chief import NodeCommand
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank import session
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import FINISHED, STATE, Layout, Reader, Slot
+from hpctrain.monitor.shared import FINISHED, STATE, Layout, Slot, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, listen
 from hpctrain.monitor.wire.address import LOOPBACK
 from hpctrain.run.folder import RunDir
@@ -165,7 +165,7 @@ def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() ->
         other = meet()
         other.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
         other.stream.close()
-        first.obey([Command(1, Message("look"))])
+        first.obey([NodeCommand(1, Message("look"))])
         other = meet()
         assert other.trusted and first.trusted == {first.by_node[1]}
         other.close()
@@ -200,6 +200,6 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
     slot = Slot(shared.map_memory(handle, layout), layout, 0)
     slot.join()
     RingClock(slot)
-    node = NodeView(NodePlan(0, (0,), 32, 5.0), Reader.of(handle, layout))
+    node = NodeView(NodePlan(0, (0,), 32, 5.0), SlotReader.of(handle, layout))
     assert Ears(node).select(0) == []
     assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]

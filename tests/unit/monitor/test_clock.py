@@ -15,7 +15,7 @@ import pytest
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, Layout, Reader, Slot
+from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, Layout, Slot, SlotReader
 from hpctrain.monitor.window import GC, REST, WORK, condense
 from hpctrain.train.clock import Phase
 
@@ -55,7 +55,7 @@ def test_marks_are_read_as_seconds_of_their_phase(memory: int, monkeypatch: pyte
             clock.end_step(32)
             for other in clocks:
                 other.last = now[0]
-    rows = Reader.of(memory, LAYOUT).totals(2, 6)
+    rows = SlotReader.of(memory, LAYOUT).totals(2, 6)
     assert rows is not None
     window = condense(0, np.arange(3), rows)
     np.testing.assert_allclose(window.wait, 1 + Phase.EXCHANGE)
@@ -78,14 +78,14 @@ def test_before_the_first_step_totals_are_zero(memory: int) -> None:
     clock = clock_on(memory, 0)
     for _ in range(4):
         step(clock)
-    rows = Reader.of(memory, LAYOUT).totals(-2, 6)
+    rows = SlotReader.of(memory, LAYOUT).totals(-2, 6)
     assert rows is not None
     assert (rows[:, :2] == 0).all()
     assert rows[0, 2:, WORK].tolist() == [1, 2, 3, 4]
 
 
 def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
-    clock, reader = clock_on(memory, 1), Reader.of(memory, LAYOUT)
+    clock, reader = clock_on(memory, 1), SlotReader.of(memory, LAYOUT)
     for _ in range(100):
         step(clock)
     assert reader.totals(30, 10) is None
@@ -94,11 +94,11 @@ def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
 
 def test_a_rank_that_has_only_joined_is_not_silent(memory: int) -> None:
     clock_on(memory, 0)
-    assert time.monotonic() - Reader.of(memory, LAYOUT).heads()[0, MARKED_AT] < 5
+    assert time.monotonic() - SlotReader.of(memory, LAYOUT).heads()[0, MARKED_AT] < 5
 
 
 def test_the_heartbeat_says_who_and_where(memory: int) -> None:
-    clock, reader = clock_on(memory, 2), Reader.of(memory, LAYOUT)
+    clock, reader = clock_on(memory, 2), SlotReader.of(memory, LAYOUT)
     clock.mark(Phase.FORWARD)
     assert reader.heads()[2, MARKED_PHASE] == Phase.FORWARD
     clock.end_step()

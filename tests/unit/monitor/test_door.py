@@ -21,7 +21,7 @@ from hpctrain.monitor import shared
 from hpctrain.monitor.chief.hang import Beat, HangWatch
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import PID, STARTED, Layout, Reader, Slot
+from hpctrain.monitor.shared import PID, STARTED, Layout, Slot, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, connect, listen, meeting_address
 from hpctrain.monitor.wire.address import LOOPBACK, Interface
 from hpctrain.monitor.wire.framing import new_hello
@@ -202,7 +202,7 @@ def test_an_observer_that_cannot_look_reports_no_death() -> None:
     for slot in slots:
         slot.join()
         RingClock(slot)
-    node = Node(NodePlan(0, (0, 1), 32, 1.0), Reader.of(handle, layout))
+    node = Node(NodePlan(0, (0, 1), 32, 1.0), SlotReader.of(handle, layout))
     os.close(handle)
     watch, now = HangWatch(None), time.monotonic()
     with no_descriptors():

@@ -7,16 +7,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import Code, ExitCode
 from hpctrain.rank import set_up_watch
 from hpctrain.rank.set_up_watch import SetUpWatch
+from hpctrain.report.explain import explain
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.stop_request import StopRequest, request_stop
+from hpctrain.run.view import RunView
 
+Ask = Callable[[subprocess.Popen[str], RunDir], object]
 TASK = """\
 import itertools, pathlib
 
@@ -34,8 +39,28 @@ def until(path: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, "file"])
-def test_a_request_ends_set_up(tmp_path: Path, asked: signal.Signals | str) -> None:
+def by_signal(number: int) -> Ask:
+    return lambda rank, run: rank.send_signal(number)
+
+
+def by_person(rank: subprocess.Popen[str], run: RunDir) -> None:
+    run.stop_file.touch()
+
+
+def by_supervisor(rank: subprocess.Popen[str], run: RunDir) -> None:
+    request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
+
+
+@pytest.mark.parametrize(
+    ("ask", "by", "code"),
+    [
+        (by_signal(signal.SIGINT), "signal SIGINT", Code.STOPPED),
+        (by_signal(signal.SIGUSR1), "signal SIGUSR1", Code.TIME_LIMIT),
+        (by_person, "STOP file", Code.STOPPED),
+        (by_supervisor, "signal SIGUSR1", Code.TIME_LIMIT),
+    ],
+)
+def test_a_request_ends_set_up(tmp_path: Path, ask: Ask, by: str, code: Code) -> None:
     (tmp_path / "endless.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text("name: r\ntask: endless.py:task\ntrain: {global_batch: 8, epochs: 1}\n")
     words = [sys.executable, "-m", "hpctrain", "train", "run.yaml"]
@@ -43,17 +68,14 @@ def test_a_request_ends_set_up(tmp_path: Path, asked: signal.Signals | str) -> N
     try:
         until(tmp_path / "reads")
         run = RunDir(tmp_path / "runs" / "r")
-        if isinstance(asked, signal.Signals):
-            rank.send_signal(asked)
-        else:
-            run.stop_file.touch()
+        ask(rank, run)
         said = rank.communicate(timeout=60)[0]
     finally:
         rank.kill()
-    name = asked.name if isinstance(asked, signal.Signals) else "SIGTERM"
-    assert rank.returncode == ExitCode.STOPPED and f"stopped by {name} before training began (make the task)" in said
+    assert rank.returncode == ExitCode.STOPPED and f"stopped by {by} before training began (make the task)" in said
     verdict = Attempts(run).all()[-1].verdict
-    assert verdict is not None and not verdict.is_failure
+    assert verdict is not None and (verdict.is_failure, verdict.code) == (False, code)
+    assert explain(RunView(run.path).history()).cause is code
 
 
 def test_long_set_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

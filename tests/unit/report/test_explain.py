@@ -146,6 +146,14 @@ def test_either_the_request_or_the_verdict_tells_of_the_time_limit(of: str) -> N
     assert explain(history(request, attempts=[ended(Action.STOP, code=code)])).cause is Code.TIME_LIMIT
 
 
+def test_a_stop_before_the_first_step_is_told_by_its_verdict_and_not_by_an_older_request() -> None:
+    reason = "stopped by signal SIGUSR1 before training began (make the task)"
+    verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, reason, code=Code.TIME_LIMIT)
+    attempts = [ended(Action.REQUEUE), Attempt(2, 3.0, 4.0, verdict=verdict)]
+    answer = explain(history(StopRequested(step=5, attempt=1, by="STOP"), attempts=attempts))
+    assert (answer.cause, answer.evidence[0]) == (Code.TIME_LIMIT, reason)
+
+
 @pytest.mark.parametrize(
     ("attempts", "reason", "title", "evidence"),
     [

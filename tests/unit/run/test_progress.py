@@ -146,6 +146,7 @@ def test_memory_does_not_grow_with_the_events() -> None:
         ([{"attempt": 1}], (1, "completed"), "completed"),
         ([{"attempt": 1}], (1, "a reason of a newer version"), "unknown"),
         ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue"}}], None, "failed"),
+        ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "requeue", "exit_code": 75}}], None, "stop"),
         ([{"attempt": 1, "ended": 1.0, "verdict": {"action": "stop"}}], None, "stop"),
         ([{"attempt": 1, "ended": 1.0}], None, "unknown"),
     ],

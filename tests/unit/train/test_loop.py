@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hpctrain.train.early_stop import EarlyStop
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult, Sums
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
+from hpctrain.train.metrics import Meter
 from hpctrain.train.plan import global_batch, make_plan
 from hpctrain.train.state import StateTensor, TrainState
 
@@ -58,7 +59,9 @@ class LeastSquares:
         self.weights -= 0.5 * self.factor * gradient
         return Result(loss, global_samples)
 
-    def evaluate(self, batch: HostBatch) -> Sums:
+    meters: Mapping[str, Meter] = {}
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         error = batch["x"] @ self.weights - batch["y"]
         return {"loss": (float(error @ error), len(error))}
 
@@ -120,7 +123,7 @@ def make(config: TrainConfig, hooks: Sequence[Hook], state: TrainState | None = 
         world=alone(),
         framework=LeastSquares(),
         data=TrainingData(dataset, order, 0, 1, accumulate=config.accumulate, prefetch=0),
-        validation=ValidationData(dataset, 4, 0, 1, prefetch=0),
+        validation={"validation": ValidationData(dataset, 4, 0, 1, prefetch=0)},
         schedule=lambda step: 1.0,
         plan=make_plan(config, order.batches_per_epoch),
         clock=IntervalClock(),

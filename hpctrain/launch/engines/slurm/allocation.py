@@ -17,7 +17,7 @@ from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
-from hpctrain.launch.engines.slurm.preflight import Expected, Problem
+from hpctrain.launch.engines.slurm.preflight import Expected, Fault
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.patience import patiently
@@ -49,11 +49,11 @@ class Prepared:
 
     launcher: Launcher
     python: str
-    """Interpreter of the ranks: node-local where the environment was staged."""
+    """Interpreter of the ranks: node-local if the environment was staged."""
     copies: Mapping[str, str]
     """Node-local copies by source, as the run file writes it."""
     hosts: Mapping[int, str]
-    """Hosts of ranks, where srun starts them and the preflight has seen them."""
+    """Hosts of ranks, if srun starts them and the preflight has seen them."""
 
 
 def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
@@ -75,7 +75,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
-    failed: list[tuple[Launcher, Problem]] = []
+    failed: list[tuple[Launcher, Fault]] = []
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
@@ -92,8 +92,8 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
 
 
-def of_nodes(problems: Sequence[Problem], hosts: Mapping[int, str]) -> list[Problem]:
-    """Those of single nodes, which another node would not have; what all nodes have is nobody's own. Pure."""
+def of_nodes(problems: Sequence[Fault], hosts: Mapping[int, str]) -> list[Fault]:
+    """Those that only single nodes have; what all nodes have is left out. Pure."""
     own = [problem for problem in problems if problem.fatal and problem.host and not problem.launcher]
     return own if set(hosts.values()) - {problem.host for problem in own} else []
 
@@ -155,7 +155,7 @@ def skip_steps(number: int) -> None:
 
 def check(
     config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str
-) -> tuple[list[Problem], dict[int, str]]:
+) -> tuple[list[Fault], dict[int, str]]:
     """Problems that the ranks' reports show under one launcher, and the hosts of Slurm's tasks."""
     slurm = config.launch.slurm
     needs_mpi = bool(config.task) and job.ranks > 1
@@ -191,7 +191,7 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
     if launch.stage_environment is None and stages_by_default(config, job):
         try:
             return _stage(config, run, job, environment=True)
-        except HpctrainError as error:  # nobody has asked for it
+        except HpctrainError as error:  # no one asked for it
             say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
     return _stage(config, run, job, environment=bool(launch.stage_environment))
 

@@ -32,13 +32,13 @@ ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimi
 
 
 UNHEARD = re.compile(r"unable to contact slurm controller|connection refused", re.IGNORECASE)
-"""How Slurm's commands say that nobody has heard them."""
+"""How Slurm's commands say that no controller answered."""
 UNANSWERED = re.compile(
     r"timed out|zero bytes were transmitted|standby mode|unexpected message received", re.IGNORECASE
 )
 """How they say that a controller under load has not answered: it may have heard them all the same.
 
-scontrol requeue says the last of these where no controller is there.
+scontrol requeue says the last of these if there is no controller.
 """
 
 NO_STEP = re.compile(r"srun: error: Unable to (confirm allocation|create step|allocate resources)")
@@ -59,7 +59,7 @@ class Disabled(RunFailed):
 
 
 class Unanswered(RunFailed):
-    """Nobody knows whether it has happened: what does no harm twice may be tried again."""
+    """It is unknown whether it happened: what does no harm twice may be tried again."""
 
 
 class Unheard(Unanswered):
@@ -68,7 +68,7 @@ class Unheard(Unanswered):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a job comes from, by its submitter's own words to Slurm."""
+    """Where a job comes from, as its submitter told Slurm."""
 
     name: str
     command: str
@@ -80,7 +80,7 @@ class Origin:
 
 
 def find(program: str) -> str:
-    """Path of one of Slurm's commands; raises UserError where there is none."""
+    """Path of one of Slurm's commands; raises UserError if there is none."""
     path = shutil.which(program)
     if path is None:
         raise UserError(
@@ -149,7 +149,7 @@ def own_scripts() -> dict[str, str]:
 
 
 def accounted(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
-    """What accounting remembers of these jobs; nothing where the site has none."""
+    """What accounting remembers of these jobs; nothing if the site has none."""
     if not ids or shutil.which("sacct") is None:
         return []
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(ids)}"]
@@ -176,7 +176,7 @@ def requeue(job: str) -> None:
 
 
 def comment(job: str, text: str) -> None:
-    """Sets the job's comment, which squeue and scontrol show; raises RunFailed where Slurm does not take it."""
+    """Sets the job's comment, which squeue and scontrol show; raises RunFailed if Slurm refuses it."""
     run(["scontrol", "update", f"JobId={job}", f"Comment={foreign_text.line(text, COMMENT_CHARACTERS)}"], SOON_S)
 
 
@@ -195,13 +195,13 @@ def job_fields(job: str) -> dict[str, str]:
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """Fields of one line of scontrol; where a name stands twice the first counts, for comments come late."""
+    """Fields of one line of scontrol; if a name occurs twice the first counts: comments come last."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text)))
 
 
 @functools.cache
 def origin(job: str) -> Origin | None:
-    """Where a job, or all elements of an array, come from; None where Slurm has forgotten it."""
+    """Where a job, or all elements of an array, come from; None if Slurm has forgotten it."""
     try:
         return parse_origin(run(["scontrol", "show", "job", job]))
     except NoSuchJob:
@@ -215,7 +215,7 @@ def parse_origin(text: str) -> Origin:
 
 
 def unheard(text: str) -> str | None:
-    """What srun says where it could not start a step since the controller did not hear or answer; None if it could.
+    """What srun says if it could not start a step because the controller did not answer; None if it could.
 
     Text of mpirun is understood too: it starts its daemons by srun.
     """
@@ -246,11 +246,11 @@ def _advice(message: str) -> str:
         "invalid account": "set launch.slurm.account to one that sacctmgr show assoc user=$USER lists",
         "invalid partition": "set launch.slurm.partition to one that sinfo lists",
         "invalid qos": "set launch.slurm.qos to one that sacctmgr show qos lists",
-        "time limit": "lower launch.slurm.time to what sinfo shows as the partition's limit; runs go on by requeue",
+        "time limit": "lower launch.slurm.time to what sinfo shows as the partition's limit; runs continue by requeue",
         "node configuration is not available": "lower launch.nodes, ranks_per_node, slurm.memory or gpus_per_node",
         "invalid generic resource": "check launch.slurm.gpu_type and gpu_request against sinfo -o '%P %G'",
         "invalid feature": "set launch.slurm.constraint to features that sinfo -o '%P %f' lists",
-        "memory specification": "change launch.slurm.memory, or skip --mem where the site forbids it",
+        "memory specification": "change launch.slurm.memory, or skip --mem if the site forbids it",
         "unable to contact": "Slurm's controller is down or unreachable: try again, or ask the site",
         "invalid job id": "hpctrain status names the run's jobs",
     }

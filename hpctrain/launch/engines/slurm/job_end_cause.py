@@ -7,7 +7,7 @@ from enum import StrEnum
 
 GOING_ON = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING")
 NOBODYS_WISH = ("TimeLimit", "NodeFail", "NodeDown")
-"""Reasons with which Slurm ends a job that nobody has cancelled."""
+"""Reasons for which Slurm ends a job that no one cancelled."""
 
 
 class Who(StrEnum):
@@ -16,7 +16,7 @@ class Who(StrEnum):
     NOBODY = "nobody"
     """It continues, as far as Slurm knows."""
     PERSON = "person"
-    """Cancelled, or ended in a way that looks the same: nobody else may start it again."""
+    """Cancelled, or ended in a way that looks the same: no one else may start it again."""
     LIMIT = "limit"
     """Its time is over, or a node lost: resuming is for us."""
     PREEMPTION = "preemption"

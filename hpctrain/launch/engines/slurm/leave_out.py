@@ -20,7 +20,7 @@ def avoided(config: Config, run: RunDir) -> list[str]:
 
 
 def option(config: Config, run: RunDir) -> list[str]:
-    """The option of sbatch, none where no node is left out. It replaces that of the script, and holds its hosts too."""
+    """The option of sbatch, none if no node is left out. It replaces that of the script, and holds its hosts too."""
     nodes = avoided(config, run)
     return [f"--exclude={','.join([*config.launch.slurm.exclude, *nodes])}"] if nodes else []
 

@@ -31,7 +31,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Fault:
     """Something that would break or slow the run."""
 
     what: str
@@ -61,7 +61,7 @@ def hosts_of_tasks(found: Reports) -> dict[int, str]:
     return {int(report["task"]): report["host"] for report in found if report["stage"] == "host" and report.get("task")}
 
 
-def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list[Problem]:
+def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list[Fault]:
     """All problems, the fundamental ones first.
 
     Args:
@@ -82,30 +82,30 @@ def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list
     return sorted(problems, key=lambda problem: not problem.fatal)
 
 
-def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Problem]:
+def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Fault]:
     spoke = {_short(name) for report in first for name in (report["host"], report.get("node")) if name}
     silent = [host for host in hosts if _short(host) not in spoke]
     if silent and first:
         fix = "look at the launcher's messages above; exclude the host if it is broken"
-        return [Problem(f"no rank on {host} answered", fix, host) for host in silent]
+        return [Fault(f"no rank on {host} answered", fix, host) for host in silent]
     if len(first) < expected.ranks:
         what = f"{len(first)} of {expected.ranks} ranks answered"
-        return [Problem(what, "look at the launcher's messages above", launcher=True)]
+        return [Fault(what, "look at the launcher's messages above", launcher=True)]
     return []
 
 
-def _folders(first: Reports) -> list[Problem]:
+def _folders(first: Reports) -> list[Fault]:
     found = {}
     for report in first:
         host = report["host"]
         if error := report["scratch_error"]:
             what = f"scratch of {host} cannot be written: {error}"
             fix = f"exclude the host (--exclude {host}), or name another folder in launch.slurm.scratch"
-            found[host, "scratch"] = Problem(what, fix, host, code=_code(report, "scratch"))
+            found[host, "scratch"] = Fault(what, fix, host, code=_code(report, "scratch"))
         if error := report["run_dir_error"]:
             what = f"the run folder cannot be written on {host}: {error}"
             fix = "put run_dir on a file system that all nodes share and may write"
-            found[host, "run"] = Problem(what, fix, host, code=_code(report, "run_dir"))
+            found[host, "run"] = Fault(what, fix, host, code=_code(report, "run_dir"))
     return list(found.values())
 
 
@@ -115,7 +115,7 @@ def _code(report: Mapping[str, Any], folder: str) -> Code:
     return Code.PREFLIGHT if code in (Code.EXCEPTION, Code.UNKNOWN) else code
 
 
-def _devices(first: Reports, expected: Expected) -> list[Problem]:
+def _devices(first: Reports, expected: Expected) -> list[Fault]:
     if not expected.gpus_per_node:
         return []
     problems = []
@@ -126,13 +126,11 @@ def _devices(first: Reports, expected: Expected) -> list[Problem]:
         private = all(name.isdigit() for name in visible) and all(len(report["devices"]) == share for report in ranks)
         if len(visible) < expected.gpus_per_node and not (private and visible):
             what = f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs"
-            problems.append(
-                Problem(what, f"exclude the host (--exclude {host}); hpctrain doctor on it says more", host)
-            )
+            problems.append(Fault(what, f"exclude the host (--exclude {host}); hpctrain doctor on it says more", host))
     return problems
 
 
-def _cores(first: Reports, expected: Expected) -> list[Problem]:
+def _cores(first: Reports, expected: Expected) -> list[Fault]:
     """Ranks that share a core: a launcher that bound them all to the same one, often."""
     problems = []
     for host, ranks in _by_host(first).items():
@@ -140,29 +138,29 @@ def _cores(first: Reports, expected: Expected) -> list[Problem]:
         if cores < len(ranks) * max(1, expected.cpus_per_rank):
             what = f"{len(ranks)} ranks on {host} share {cores} cores"
             fix = "set launch.slurm.cpus_per_rank to what the node has, or cpu_bind: none"
-            problems.append(Problem(what, fix, host, fatal=False))
+            problems.append(Fault(what, fix, host, fatal=False))
     return problems
 
 
-def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Problem]:
+def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Fault]:
     """The most fundamental thing that is wrong with MPI; what follows from it is not reported."""
     for report in joined:
         if "mpi_error" in report:
             what = f"{report['host']}: {report['mpi_error']}"
-            return [Problem(what, "install hpctrain[mpi] in the job's environment", report["host"])]
+            return [Fault(what, "install hpctrain[mpi] in the job's environment", report["host"])]
     checks = (_not_started, _alone, _hanging, _wrong_sum, _same_place, _missing_nodes)
     found = (check(first, joined, expected) for check in checks)
     return next(([problem] for problem in found if problem is not None), [])
 
 
-def _not_started(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+def _not_started(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
     if joined or not first:
         return None
     fix = "try launch.launcher: mpirun, or another launch.slurm.mpi"
-    return Problem("MPI did not start on any rank", fix, launcher=True)
+    return Fault("MPI did not start on any rank", fix, launcher=True)
 
 
-def _alone(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+def _alone(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
     sizes = {report["size"] for report in joined}
     if not joined or sizes == {expected.ranks}:
         return None
@@ -172,49 +170,47 @@ def _alone(first: Reports, joined: Reports, expected: Expected) -> Problem | Non
             f"{len(joined)} ranks of {library} each believe they are alone: srun's MPI type does not match the library"
         )
         fix = "set launch.slurm.mpi: pmix (srun --mpi=list shows what there is), or launch.launcher: mpirun"
-        return Problem(what, fix, launcher=True, code=Code.SINGLETONS)
+        return Fault(what, fix, launcher=True, code=Code.SINGLETONS)
     what = f"the job has {expected.ranks} ranks but {library} sees {sorted(sizes)}"
-    return Problem(what, "try launch.launcher: mpirun", launcher=True)
+    return Fault(what, "try launch.launcher: mpirun", launcher=True)
 
 
-def _hanging(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+def _hanging(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
     if not joined or len(joined) == expected.ranks:
         return None
     late = sorted({report["host"] for report in first} - {report["host"] for report in joined})
     where = f": ranks hang on {', '.join(late)}" if late else ""
     what = f"an allreduce over {expected.ranks} ranks ended on {len(joined)} only{where}"
     fix = "check the network interface (UCX_NET_DEVICES, OMPI_MCA_btl_tcp_if_include)"
-    return Problem(what, fix, late[0] if late else None, launcher=True)
+    return Fault(what, fix, late[0] if late else None, launcher=True)
 
 
-def _wrong_sum(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+def _wrong_sum(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
     right = expected.ranks * (expected.ranks - 1) // 2
     host = next((report["host"] for report in joined if report["sum"] != right), None)
-    return (
-        Problem(f"an allreduce over all ranks gave a wrong sum on {host}", "exclude the host", host) if host else None
-    )
+    return Fault(f"an allreduce over all ranks gave a wrong sum on {host}", "exclude the host", host) if host else None
 
 
-def _same_place(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+def _same_place(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
     places = defaultdict(list)
     for report in joined:
         places[report["host"], report["local_rank"]].append(report["rank"])
     for (host, local_rank), ranks in places.items():
         if len(ranks) > 1:
             what = f"ranks {ranks} on {host} all have local rank {local_rank}: MPI takes one node for several"
-            return Problem(what, "check that containers share the host's name and /dev/shm", host)
+            return Fault(what, "check that containers share the host's name and /dev/shm", host)
     return None
 
 
-def _missing_nodes(first: Reports, joined: Reports, expected: Expected) -> Problem | None:
+def _missing_nodes(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
     hosts = sorted({report["host"] for report in joined})
     if not hosts or len(hosts) == expected.nodes:
         return None
     what = f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(hosts)})"
-    return Problem(what, "check launch.slurm.srun_options", launcher=True)
+    return Fault(what, "check launch.slurm.srun_options", launcher=True)
 
 
-def _clocks(joined: Reports) -> list[Problem]:
+def _clocks(joined: Reports) -> list[Fault]:
     """Clocks read right after a barrier; the median is taken for right."""
     times = sorted(report["after"] for report in joined if "after" in report)
     if not times:
@@ -222,7 +218,7 @@ def _clocks(joined: Reports) -> list[Problem]:
     right = times[len(times) // 2]
     off = {report["host"]: report["after"] - right for report in joined if abs(report["after"] - right) > CLOCK_S}
     fix = "have the site synchronize it"
-    return [Problem(f"the clock of {host} is {by:+.0f} s off", fix, host, fatal=False) for host, by in off.items()]
+    return [Fault(f"the clock of {host} is {by:+.0f} s off", fix, host, fatal=False) for host, by in off.items()]
 
 
 def _by_host(first: Reports) -> dict[str, list[dict[str, Any]]]:

@@ -61,7 +61,7 @@ def scratch_dir(named: str) -> Path:
 
 
 def write_problem(name: str, folder: Path) -> dict[str, str | None]:
-    """Why a file cannot be written there, and the code for that; None where it can."""
+    """Why a file cannot be written there, and the code for that; None if it can."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpctrain-probe-") as file:
             file.write(b"x" * 4096)
@@ -71,7 +71,7 @@ def write_problem(name: str, folder: Path) -> dict[str, str | None]:
 
 
 def devices() -> list[str]:
-    """GPUs that this process can use: their UUIDs where the driver tells, else what the launcher names."""
+    """GPUs that this process can use: their UUIDs if the driver gives them, else what the launcher names."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES"))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout

@@ -52,7 +52,7 @@ def job_script(
         config: with the site profile applied (``profile.resolve``).
         run_file: run file that the job supervises; for an array the folder that holds ``<index>/run.yaml``.
         logs: existing folder for the job's own log.
-        bin_dir: folder of ``hpctrain``, where the job's environment does not have it on PATH.
+        bin_dir: folder of ``hpctrain``, if the job's environment does not have it on PATH.
         signal_s: seconds before the time limit at which the supervisor is told to stop.
         array: indices of an array job.
 

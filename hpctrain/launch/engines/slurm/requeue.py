@@ -11,14 +11,23 @@ from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import SCRIPT, Submitted, apart, note, submissions
+from hpctrain.launch.engines.slurm.submission import (
+    SCRIPT,
+    Submitted,
+    apart,
+    is_element,
+    note,
+    plan,
+    submissions,
+    write,
+)
 from hpctrain.launch.patience import patiently
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
 
-BY_HAND = "hpctrain resume goes on from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
+BY_HAND = "hpctrain resume continues from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
 
 
 class Ended(UserError):
@@ -28,8 +37,8 @@ class Ended(UserError):
 def requeue(config: Config, run: RunDir, job: Job) -> bool:
     """Has Slurm run the job again; whether Slurm will end this process for it.
 
-    Slurm cannot exclude hosts from a job that runs, so where one is to be left out, the script is
-    submitted anew; likewise where Slurm does not requeue the job (``JobRequeue=0``).
+    Slurm cannot exclude hosts from a job that runs, so if one is to be left out, the script is
+    submitted again; likewise if Slurm does not requeue the job (``JobRequeue=0``).
 
     Raises:
         Ended: somebody has cancelled the job.
@@ -39,31 +48,42 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     """
     slurm = config.launch.slurm
     if who_ends(client.job_fields(job.id), job.restarts) is Who.PERSON:
-        raise Ended("the job has been cancelled", "hpctrain resume goes on from the last checkpoint")
+        raise Ended("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     if requeues(Attempts(run).all(), submissions(run), job.id) >= slurm.max_requeues:
-        raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it anew")
+        raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
-    if option and (run.path / SCRIPT).exists():
+    if option and has_script(config, run, job):
         try:
             succeed(run, job, option)
             return False
         except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
-            say(f"the job goes on without leaving out any node ({option[0]}): {error.what}")
+            say(f"the job continues without leaving out any node ({option[0]}): {error.what}")
     try:
         patiently(lambda: put_back(job), client.Unanswered)
     except client.Disabled as error:
-        if not (run.path / SCRIPT).exists():
+        if not has_script(config, run, job):
             raise RunFailed(f"the site does not requeue: {error.what}", BY_HAND) from error
-        say(f"the site does not requeue ({error.what}): a new job goes on with the run")
+        say(f"the site does not requeue ({error.what}): a new job continues the run")
         succeed(run, job)
         return False
     return True
 
 
+def has_script(config: Config, run: RunDir, job: Job) -> bool:
+    """Whether the run can be submitted again. An element of an array, whose script is that of all, gets one for it.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    if is_element(run, job.id) and not (run.path / SCRIPT).exists():
+        write(plan(config, run))
+    return (run.path / SCRIPT).exists()
+
+
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
-    """Submits the run's script as a new job in this one's place. Raises RunFailed where Slurm refuses."""
+    """Submits the run's script as a new job in this one's place. Raises RunFailed if Slurm refuses."""
     words = [*options, f"--chdir={os.getcwd()}"]
     number = patiently(lambda: client.submit(run.path / SCRIPT, words), client.Unheard)
     note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
@@ -101,7 +121,7 @@ def end_chain(run: RunDir, job: Job) -> None:
 
 
 def take_out(jobs: Sequence[str], pending_only: bool = False) -> None:
-    """Cancels jobs that have nothing left to do; what has become of the run does not change where Slurm is silent."""
+    """Cancels jobs that have nothing left to do; the outcome of the run does not change if Slurm is silent."""
     try:
         client.cancel(jobs, pending_only=pending_only)
     except HpctrainError as error:

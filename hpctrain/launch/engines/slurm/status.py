@@ -1,4 +1,4 @@
-"""Where runs stand: the one place that asks Slurm of their jobs and joins its answer with what their folders know."""
+"""How runs stand: the one place that asks Slurm about their jobs and joins its answer with what their folders tell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Progress:
     attempt: int | None
     step: int | None
     steps: int | None
-    """Steps of the whole run, where the run has said so."""
+    """Steps of the whole run, if the run has said so."""
     checkpoint: int | None
     """Step of the newest checkpoint."""
     loss: float | None
@@ -37,7 +37,7 @@ class Progress:
     """Seconds since the last event."""
     straggler: str | None
     ended: str | None
-    """How the last attempt ended, where it said so."""
+    """How the last attempt ended, if it said so."""
     stop_requested_by: str | None
     failing_saves: str | None = None
     """That checkpoints cannot be written, as a sentence."""
@@ -105,7 +105,7 @@ def _entry(job: str, state: str, reason: str) -> QueueEntry:
 def ask(runs: Sequence[RunDir]) -> Answer:
     """One question to Slurm about the jobs of all these runs, and one to accounting about those that it has forgotten.
 
-    Takes seconds where the controller is down, and never fails.
+    Takes seconds if the controller is down, and never fails.
     """
     jobs = [jobs_of(run) for run in runs]
     arrays = dict.fromkeys(job.partition("_")[0] for each in jobs for job in each)  # one word for thousands of elements
@@ -118,7 +118,7 @@ def ask(runs: Sequence[RunDir]) -> Answer:
 
 
 def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """The status of run folders; where Slurm does not answer, what the folders know."""
+    """The status of run folders; if Slurm does not answer, what the folders tell."""
     answer = ask(runs)
     return [of_run(run, answer) for run in runs]
 

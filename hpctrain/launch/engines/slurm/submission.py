@@ -65,7 +65,7 @@ class Submitted:
     chain: int = 0
     """Place in a chain of jobs that follow each other."""
     replaces: str | None = None
-    """Job that this one goes on for: without hosts that are left out, or where the site does not requeue."""
+    """Job that this one succeeds: to leave out hosts, or because the site does not requeue."""
 
 
 def plan(
@@ -140,7 +140,7 @@ def submit(
         planned: what ``write`` has put into the run folder.
         options: more options of sbatch, such as a dependency.
         always: those that later jobs of a chain get too.
-        chain: jobs that follow each other, each going on where the last one stopped.
+        chain: jobs that follow each other, each resuming where the last one stopped.
         cwd: folder that the job starts in; by default this one.
 
     Raises:
@@ -167,7 +167,7 @@ def submit(
 
 
 def note(run: RunDir, submitted: Submitted) -> None:
-    """``record`` for a job that is in the queue already: where it cannot be recorded, the person learns its number."""
+    """``record`` for a job that is in the queue already: if it cannot be recorded, the user learns its number."""
     try:
         record(run, submitted)
     except RunFailed as error:
@@ -252,10 +252,15 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, others
 
 
+def is_element(run: RunDir, job: str) -> bool:
+    """Whether a job is the element of an array that trains in this folder."""
+    return run.path.name.isdigit() and job.endswith(f"_{run.path.name}")
+
+
 def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     """Whether a job was submitted for a run folder. Follows no link that lies in the folder."""
     folders = [run.path]
-    if run.path.name.isdigit() and job.endswith(f"_{run.path.name}"):  # the script of an array lies above its elements
+    if is_element(run, job):  # the script of an array lies above its elements
         folders.append(run.path.parent)
     script = Path(origin.command)
     if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
@@ -299,7 +304,7 @@ def check_after(jobs: Sequence[str]) -> None:
     """
     if wrong := [job for job in jobs if not JOB.fullmatch(job)]:
         raise UserError(
-            f"--after {wrong[0]} is no job", "give numbers of jobs, as hpctrain submit --parsable prints them"
+            f"--after {wrong[0]} is not a job", "give numbers of jobs, as hpctrain submit --parsable prints them"
         )
     asked = client.queue(jobs)
     found = {job: [each for each in asked if job in (each.id, each.id.partition("_")[0])] for job in jobs}

@@ -34,7 +34,7 @@ from hpctrain.system.cores import threads_per_rank
 from hpctrain.system.output import say
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
-"""Those after whom the run goes on, however its ranks ended."""
+"""Those after whom the run continues, however its ranks ended."""
 
 SIGNAL_S = "HPCTRAIN_SIGNAL_S"
 """Variable in which the job script, which a requeue leaves as it is, names the lead of its stop signal."""
@@ -51,7 +51,7 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     """
     job, parent = current(), os.getppid()
     if job is None:
-        raise UserError("this is no Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
+        raise UserError("this is not a Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
     config = load(run_file, overrides)
     try:
         return attempt(config, RunDir.for_config(config), job, parent, verbose)
@@ -76,7 +76,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     if verdict.code is Code.IN_USE:  # the run's jobs, this one's next start among them, are the newer attempt's
         report(verdict, run_dir)
         return verdict.exit_code
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that the time is nearly over is no reason not to requeue
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that time is nearly over does not speak against a requeue
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
     final = in_view_of(who, verdict, asked=requested_stop(run_dir))
     if final is not verdict:
@@ -86,7 +86,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent)
         return final.exit_code
-    if who is Who.REQUEUE:  # the run is not to go on, but its job is in the queue again
+    if who is Who.REQUEUE:  # the run is not to continue, but its job is in the queue again
         requeue.take_out([job.id])
     return follow(final, config, run_dir, job, parent)
 
@@ -94,7 +94,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
 def by_person(number: int, job: Job) -> bool:
     """Whether a signal says that the run is to stay stopped.
 
-    Our own signal never does. SIGTERM comes with scancel, but also where Slurm itself wants the nodes.
+    Our own signal never does. SIGTERM comes with scancel, but also if Slurm itself wants the nodes.
     """
     if number == signal.SIGUSR1:
         return False
@@ -107,7 +107,7 @@ def in_view_of(who: Who, verdict: Verdict, asked: StopRequest | None) -> Verdict
     Args:
         who: who ends it.
         verdict: from the ranks' last words.
-        asked: who made the STOP file, none if nobody did.
+        asked: who made the STOP file, none if no one did.
     """
     person = asked if asked is not None and asked.signal is None else None
     if person and verdict.action is Action.REQUEUE:  # asked while the ranks stopped for another reason
@@ -118,7 +118,7 @@ def in_view_of(who: Who, verdict: Verdict, asked: StopRequest | None) -> Verdict
     if person or final or who not in PAST_QUESTION:
         return verdict
     # No failure of the run: whatever became of the ranks was Slurm's doing.
-    what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it goes on from the last checkpoint"
+    what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it resumes from the last checkpoint"
     # The code stays: ranks that did not end in order may have left something of their steps (allocation.unclean).
     host = verdict.host if verdict.code is Code.NODE else None
     return dataclasses.replace(
@@ -172,7 +172,7 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
 
 
 def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
-    """Requeues where the verdict says so and the site allows it; the exit code of the job."""
+    """Requeues if the verdict says so and the site allows it; the exit code of the job."""
     if verdict.action is not Action.REQUEUE:
         requeue.end_chain(run_dir, job)
         return verdict.exit_code
@@ -187,7 +187,7 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
         publish(final, config, run_dir, job)
         requeue.end_chain(run_dir, job)
         return final.exit_code
-    except RunFailed as error:  # Slurm would not: nobody else starts the run again
+    except RunFailed as error:  # Slurm refused: no one else starts the run again
         action = Action.STOP if verdict.exit_code is ExitCode.STOPPED else Action.FAIL
         final = dataclasses.replace(
             verdict, action=action, reason=f"{verdict.reason}; not requeued: {error.what}", fix=requeue.BY_HAND
@@ -213,7 +213,7 @@ def publish(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> None
 
 
 def comment(job: Job, text: str, config: Config) -> None:
-    """Tells through Slurm, after the comment that the user gave; where Slurm takes none, only the exit code is left."""
+    """Tells through Slurm, after the comment that the user gave; if Slurm takes none, only the exit code is left."""
     given = f"{config.launch.slurm.comment}; " if config.launch.slurm.comment else ""
     try:
         client.comment(job.id, f"{given}hpctrain: {text}")
@@ -236,7 +236,7 @@ def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, Verdict | None]:
 def await_end(parent: int) -> None:
     """Waits for Slurm to end this process after a requeue: leaving before would have the job counted as ended.
 
-    ``parent`` is Slurm's daemon of the batch script; where that has died, nobody ends us.
+    ``parent`` is Slurm's daemon of the batch script; if that has died, no one ends us.
     """
     end = time.monotonic() + LEAVE_S
     while os.getppid() == parent and time.monotonic() < end:
@@ -244,7 +244,7 @@ def await_end(parent: int) -> None:
 
 
 def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
-    """Writes another verdict on this job's attempt; where the disk is full, the job's end still follows from it."""
+    """Writes another verdict on this job's attempt; if the disk is full, the job's end still follows from it."""
     number, _ = of_job(run_dir, job)
     try:
         if number is not None:

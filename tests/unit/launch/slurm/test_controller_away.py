@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -148,6 +149,22 @@ def test_a_site_that_does_not_requeue_gets_another_job(programs: Path) -> None:
     assert (successor.job, successor.replaces) == ("8", "7")
     assert requeue.requeues(Attempts(run).all(), submissions(run), "8") == 0
     assert Attempts(run).all()[-1].verdict == AGAIN, "the run goes on"
+
+
+def test_an_element_of_an_array_goes_on_in_a_job_of_its_own(programs: Path) -> None:
+    run = RunDir(programs / "array" / "4")
+    run.create()
+    element = dataclasses.replace(JOB, id="7_4")
+    number = Attempts(run).begin(Attempt(job=element.id))
+    Attempts(run).end(number, AGAIN, [])
+    program(programs, "scontrol", DOES_NOT_REQUEUE)
+    program(programs, "sbatch", f'echo "$*" > {programs}/submitted; echo 8')
+    config = dataclasses.replace(CONFIG, run_dir=str(run.path))
+    assert follow(AGAIN, config, run, element, os.getppid()) == ExitCode.STOPPED
+    script = run.path / "job.sbatch"
+    assert str(script) in (programs / "submitted").read_text()
+    assert str(run.run_yaml) in script.read_text() and "--array" not in script.read_text()
+    assert [(each.job, each.replaces) for each in submissions(run)] == [("8", "7_4")]
 
 
 @pytest.mark.parametrize("script", [True, False])

@@ -11,7 +11,7 @@ from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmC
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.engines.slurm import leave_out
 from hpctrain.launch.engines.slurm.allocation import of_nodes
-from hpctrain.launch.engines.slurm.preflight import Problem
+from hpctrain.launch.engines.slurm.preflight import Fault
 from hpctrain.run import bad_nodes
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
@@ -77,7 +77,7 @@ def test_a_list_that_cannot_be_written_changes_nothing(run: RunDir, capsys: pyte
 
 
 def test_a_preflight_blames_nodes_only_where_others_passed() -> None:
-    problem = Problem("scratch of n2 cannot be written", "exclude the host", "n2")
+    problem = Fault("scratch of n2 cannot be written", "exclude the host", "n2")
     everywhere = [problem, dataclasses.replace(problem, host="n1")]
     assert of_nodes([problem], {0: "n1", 1: "n2"}) == [problem]
     assert of_nodes(everywhere, {0: "n1", 1: "n2"}) == []

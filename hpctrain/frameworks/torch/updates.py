@@ -1,0 +1,136 @@
+"""One update of an optimizer: backward passes over a global batch, the exchange of their gradients, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.frameworks.torch.checks import require_scalar
+from hpctrain.frameworks.update import Decision, UpdateRule
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.exchange_slots import ExchangeResult
+from hpctrain.reduce.torch_reducer import Number, Reducer, TorchReducers
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Passes:
+    """The backward passes of one update, on this rank.
+
+    Args:
+        reducer: of the optimizer's parameters; it forgets earlier gradients.
+        scale: what losses are multiplied by, beside their share of the global batch.
+        global_samples: in all ranks' parts together.
+    """
+
+    def __init__(self, reducer: Reducer, scale: float, global_samples: int) -> None:
+        reducer.begin()
+        self.reducer = reducer
+        self.factor = scale / global_samples
+        self.global_samples = global_samples
+        self.loss: Number = 0.0
+        self.weight: Number = 0.0
+        self.weighted = False
+
+    def add(self, score: Any, samples: int, backward: Callable[[Tensor], object] = Tensor.backward) -> None:
+        """One pass.
+
+        Args:
+            score: the mean over samples, or (sum, weight).
+            samples: that it is the mean of.
+            backward: runs it.
+        """
+        self.weighted = isinstance(score, tuple)
+        total, part = score if self.weighted else (score, samples)
+        require_scalar(total)
+        if total.dtype in HALVES:
+            total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
+        if not self.weighted:
+            total = total * samples
+        backward(total * self.factor)
+        self.loss = self.loss + total.detach()
+        self.weight = self.weight + (part.detach() if isinstance(part, Tensor) else part)
+
+    def exchange(self) -> ExchangeResult:
+        """Makes the gradients those of all ranks."""
+        weight = self.weight / self.global_samples if self.weighted else None
+        return self.reducer.exchange(self.loss / self.global_samples, weight)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An optimizer, and what it updates."""
+
+    name: str
+    """Of the optimizer, in the task; ``ONLY`` if it has no name."""
+    optimizer: Any
+    parameters: list[Tensor]
+    """Whose gradients are exchanged for it."""
+    average: list[Tensor]
+    """Moving averages of the parameters, or none."""
+    average_weight: float
+    """Of the new values in the averages."""
+    rule: UpdateRule
+
+    def update(self, reducer: Reducer, totals: ExchangeResult) -> Decision:
+        """Divides by weights and loss scale, clips, and steps, unless the update is left out.
+
+        Raises:
+            NotFinite: loss or gradient is not finite; on all ranks.
+        """
+        norm = global_norm(reducer.gradients()) if self.rule.needs_norm else None
+        decision = self.rule.decide(totals, norm)
+        if decision.factor is None:
+            return decision
+        if decision.factor != 1:
+            torch._foreach_mul_(reducer.gradients(), decision.factor)
+        self.optimizer.step()
+        if self.average:
+            with torch.no_grad():
+                torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
+        return decision
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """A reducer for each optimizer, all of one kind."""
+
+    of: Mapping[str, Reducer]
+
+    @property
+    def name(self) -> str:
+        """Of the candidate, such as mpi-node."""
+        return next(iter(self.of.values())).name
+
+    def close(self) -> None:
+        """See Reducer."""
+        for reducer in self.of.values():
+            reducer.close()
+
+
+@dataclass(frozen=True)
+class ExchangesToChoose:
+    """Reducers of several optimizers, chosen together; see reducer_choice.Reducers."""
+
+    of: Mapping[str, TorchReducers]
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return next(iter(self.of.values())).possible(config, world)
+
+    def open(self, candidate: Candidate, group: Group) -> Exchanges:
+        return Exchanges({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
+
+
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm over all elements of all tensors."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(list(tensors))
+    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])

@@ -1,0 +1,161 @@
+"""Metrics that are not means: what one is, and how its state is kept over the batches and ranks of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import UserError
+from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
+
+Arrays = Mapping[str, NDArray[Any]]
+"""What travels between ranks."""
+MetricState = dict[str, Any]
+"""Of a ``Metric``: NumPy arrays, or lists of arrays that are joined along the first axis when they travel, by name."""
+MOST_VALUES = 100
+"""Numbers that one metric may report."""
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """A metric that is not a mean over samples. The object itself has no state: an evaluation begins with ``init``.
+
+    Arrays are NumPy's, on the host, whatever the framework. What ``update`` gets is what the task's ``Selected`` picks
+    from outputs and batch; by default the model's output, and the second of a batch's two arrays.
+    """
+
+    def init(self) -> MetricState:
+        """The state without any sample: arrays of numbers, or lists of them, by name."""
+
+    def update(self, state: MetricState, *arrays: Any) -> MetricState:
+        """The state with one batch more; it may be changed in place.
+
+        Args:
+            state: from ``init`` or ``update``.
+            arrays: predictions and targets of the batch, or whatever else ``Selected`` picks.
+        """
+
+    def merge(self, first: MetricState, second: MetricState) -> MetricState:
+        """The state that one process would have after the samples of both; either may be changed in place.
+
+        Args:
+            first: of samples that stand before those of ``second`` in the validation data.
+            second: of another rank.
+        """
+
+    def compute(self, state: MetricState) -> Any:
+        """A number, a ``Curve`` or a ``Matrix``; or a dict of these by name, or a sequence of numbers.
+
+        Called on one rank, with the state of all samples.
+        """
+
+
+@dataclass
+class Seen:
+    """A batch, and what the model made of it."""
+
+    outputs: Any
+    """Tensors of the framework."""
+    batch: Mapping[str, Any]
+    """Likewise."""
+    host_batch: Arrays
+    """The same batch in NumPy."""
+    to_host: Callable[[Any], Any]
+    """Makes NumPy arrays of the outputs."""
+
+    @cached_property
+    def host_outputs(self) -> Any:
+        """The outputs in NumPy, copied once for all metrics."""
+        return self.to_host(self.outputs)
+
+
+class Meter(Protocol):
+    """One metric of a task while an evaluation lasts, of whichever library it is."""
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+
+    def update(self, seen: Seen) -> None:
+        """Takes in one batch; raises UserError naming the metric."""
+
+    def state(self) -> Arrays:
+        """What this rank has seen. Equal names on all ranks, except that those of empty states may be missing."""
+
+    def merge(self, first: Arrays, second: Arrays) -> Arrays:
+        """The state over the samples of both, first ``first``'s."""
+
+    def compute(self, state: Arrays) -> Any:
+        """What the metric says; see ``Metric.compute``."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the metrics of an evaluation say."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name."""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    """Curves and matrices by name; on rank 0."""
+
+
+def flattened(name: str, result: Any) -> Evaluation:
+    """What a metric's ``compute`` returned, under the metric's name.
+
+    Raises:
+        UserError: it is neither numbers nor a figure.
+    """
+    numbers: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
+    _flatten(name, result, numbers, figures)
+    if len(numbers) > MOST_VALUES:
+        fix = f"return at most {MOST_VALUES}, or a Curve or Matrix"
+        raise UserError(f"metrics[{name!r}] gives {len(numbers)} numbers", fix)
+    return Evaluation(numbers, figures)
+
+
+def _flatten(name: str, result: Any, numbers: dict[str, float], figures: dict[str, Figure]) -> None:
+    if isinstance(result, (Curve, Matrix)):
+        if not is_drawable(result):
+            raise UserError(
+                f"metrics[{name!r}] gives a {type(result).__name__} whose parts do not fit each other, or not finite",
+                "give as many x as y, all of them finite; or a square of counts with a label for each row",
+            )
+        figures[name] = result
+    elif isinstance(result, Mapping):
+        for key, value in result.items():
+            _flatten(f"{name}/{key}", value, numbers, figures)
+    else:
+        values = _numbers(name, result)
+        if values.ndim == 0:
+            numbers[name] = float(values)
+        elif values.ndim == 1:
+            numbers |= {f"{name}/{index}": value for index, value in enumerate(values.tolist())}
+        else:
+            figures[name] = Matrix(tuple(map(str, range(len(values)))), tuple(map(tuple, values.astype(int).tolist())))
+
+
+def _numbers(name: str, result: Any) -> NDArray[np.float64]:
+    """A number, several, or a square of counts."""
+    try:
+        values = np.asarray([[[]]] if result is None else result, dtype=np.float64)
+    except (TypeError, ValueError):
+        values = np.empty((0, 0, 0))
+    is_square = values.ndim == 2 and values.shape[0] == values.shape[1] > 0 and bool((values % 1 == 0).all())
+    if values.ndim < 2 or is_square:
+        return values
+    kind = f"{type(result).__name__}{list(values.shape) if values.size else ''}"
+    raise UserError(
+        f"metrics[{name!r}] gives a {kind}",
+        "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix (RocCurve() and others are ready-made)",
+    )
+
+
+def not_numbers(metrics: Mapping[str, float]) -> Sequence[str]:
+    """Names of the metrics that are NaN or infinite."""
+    return [name for name, value in metrics.items() if not math.isfinite(value)]
