@@ -20,7 +20,7 @@ class Rows:
     """Some rows of a table; all others are zero."""
 
     indices: NDArray[np.int64]
-    """(n,): which rows, ascending, each once."""
+    """(n,): which rows, each once."""
     values: NDArray[Any]
     """(n, columns)."""
 
