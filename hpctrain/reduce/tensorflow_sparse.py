@@ -27,8 +27,8 @@ class Gradients:
         ids = {id(variable) for variable in tables}
         self.is_table = [id(variable) in ids for variable in variables]
         self.pieces = Pieces([one for one, is_table in zip(variables, self.is_table, strict=True) if not is_table])
-        rows_of = [one for one, is_table in zip(variables, self.is_table, strict=True) if is_table]
-        self.tables = Tables(rows_of, group, exchanged_dtype(rows_of))
+        self.rows_of = [one for one, is_table in zip(variables, self.is_table, strict=True) if is_table]
+        self.tables = Tables(self.rows_of, group, exchanged_dtype(self.rows_of))
 
     def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
         """See Pieces; a gradient of a table may be tf.IndexedSlices, dense, or None."""

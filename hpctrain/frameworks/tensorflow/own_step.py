@@ -19,7 +19,7 @@ from hpctrain.frameworks.tensorflow.intercept import Apply, intercepted
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, scalars, tested
 from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, refused_or_dense
 from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
-from hpctrain.frameworks.tensorflow.sparse import sparse_variables, updates_rows_alone
+from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, sparse_variables, updates_rows_alone
 from hpctrain.frameworks.tensorflow.state import model_tensors
 from hpctrain.frameworks.tensorflow.step import like
 from hpctrain.frameworks.tensorflow.sync_batchnorm import joint_layers
@@ -238,6 +238,11 @@ class OwnStep:
         sparse = sparse_variables(update.variables, self.task.model, update.by, self.config, self.group.size)
         return Gradients(update.variables, sparse, self.group)
 
+    def _tables_by_rows(self) -> list[keras.Variable]:
+        """Those that an optimizer updates by rows alone."""
+        by_rows = [one for one in self.updates or [] if updates_rows_alone(one.by)]
+        return [table for one in by_rows for table in self.travelling[key(one.variables)].rows_of]
+
     def close(self) -> None:
         """Releases the reducers."""
         while self.reducers:
@@ -265,7 +270,7 @@ class OwnStep:
 
         model = self.task.model
         model.reset_metrics()
-        with intercepted(exchange):
+        with intercepted(exchange), rows_read_alone(self._tables_by_rows()):
             logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
         for average, variable in zip(self.averages, model.trainable_variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.decay))

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.compiled import CompiledLoss
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, predicts_itself, tested
-from hpctrain.frameworks.tensorflow.sparse import updates_rows_alone
+from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, updates_rows_alone
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.tensorflow_sparse import Gradients
@@ -99,6 +99,9 @@ class Passes:
         self.task = task
         self.variables = task.model.trainable_variables
         self.travelling = travelling
+        by_rows = bool(travelling.rows_of) and updates_rows_alone(task.optimizer)
+        self.by_rows = travelling.rows_of if by_rows else []
+        """Tables that are updated by rows alone."""
         self.sparse = sparse
         self.weighted: bool | None = None
         """Whether the task's loss gives a weight, once it is known."""
@@ -159,7 +162,8 @@ class Passes:
     def outputs(self, batch: Tensors, training: bool) -> Any:
         """Of the model, in full precision."""
         self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
-        outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
+        with rows_read_alone(self.by_rows):
+            outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
         return None if outputs is None else tf.nest.map_structure(full_precision, outputs)
 
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 
@@ -43,6 +45,27 @@ def sparse_variables(
         if variable.name == "embeddings"
     }
     return [one for one in variables if id(one) in tables and one.shape[0] * one.shape[1] >= SMALLEST]
+
+
+@contextlib.contextmanager
+def rows_read_alone(tables: Sequence[keras.Variable]) -> Iterator[None]:
+    """In the body, embeddings read the rows of these tables that they look up. Keras has them copy all, each time.
+
+    It is the class that is changed, and changed back at the end. Only for tables that are updated by rows alone: it is
+    such an update after which TensorFlow copies a variable that is read whole.
+    """
+    ids = {id(variable) for variable in tables}
+    original = keras.layers.Embedding.embeddings
+
+    def embeddings(self: keras.layers.Embedding) -> Any:
+        variable = original.fget(self)
+        return variable.value if id(variable) in ids else variable
+
+    keras.layers.Embedding.embeddings = property(embeddings)
+    try:
+        yield
+    finally:
+        keras.layers.Embedding.embeddings = original
 
 
 def updates_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:

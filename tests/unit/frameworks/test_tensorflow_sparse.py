@@ -104,3 +104,16 @@ def test_rows_are_there_once_and_of_a_matrix_all() -> None:
     assert whole.numpy().tolist() == [[0, 0], [4, 4], [0, 0], [0, 0], [0, 0], [10, 10]]
     dense, _ = gradients.unpack(*gradients.apart(gradients.pack_with([whole, tf.ones((3,))], {})), as_rows=True)
     assert dense.indices.numpy().tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("mode", ["auto", "densify"])
+def test_a_step_reads_rows_alone_of_a_table_that_it_updates_by_rows(mode: str) -> None:
+    framework = make_framework(
+        alone(), embedding_model, mean_loss, lambda: optimizers.SGD(0.5), reduce={"sparse": mode}
+    )
+    train(framework, 1)
+    (traced,) = framework.passes.gradients.by_structure.values()
+    (table,) = (one.value for one in framework.task.model.trainable_variables if one.shape == (40_000, 8))
+    (inside,) = (inside for outside, inside in traced.graph.captures if outside is table.handle)
+    assert ("ResourceGather" in {reader.type for reader in inside.consumers()}) is (mode == "auto")
+    framework.close()
