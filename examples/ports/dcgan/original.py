@@ -59,7 +59,7 @@ def main():
     optimizer_d = torch.optim.Adam(net_d.parameters(), lr=2e-3, betas=(0.5, 0.999))
     optimizer_g = torch.optim.Adam(net_g.parameters(), lr=2e-3, betas=(0.5, 0.999))
     step = 0
-    for epoch in range(4):
+    for epoch in range(2):
         for (real,) in loader:
             # the discriminator: real images, then fake ones
             net_d.zero_grad()

@@ -40,7 +40,7 @@ def main(characters=3000, context=16, units=16, lr=0.02):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.2,
                                                          threshold_mode="abs")  # fmt: skip
     step = 0
-    for epoch in range(3):
+    for epoch in range(2):
         hidden = None
         for i in range(length):
             rows = torch.arange(LANES) * length + i

@@ -65,7 +65,7 @@ def main():
     decoder = keras.Model(latent_inputs, decoder_outputs, name="decoder")
     vae = VAE(encoder, decoder)
     vae.compile(optimizer=keras.optimizers.Adam(3e-3))
-    history = vae.fit(images, epochs=6, batch_size=90, shuffle=False, verbose=0).history
+    history = vae.fit(images, epochs=3, batch_size=90, shuffle=False, verbose=0).history
     for epoch, (loss, kl) in enumerate(zip(history["loss"], history["kl_loss"], strict=True), 1):
         print(f"epoch {epoch} loss {loss:.8f} kl_loss {kl:.8f}")
 
