@@ -64,8 +64,6 @@ class GPT(nn.Module):
 
 def task():
     folder = Path("shards")
-    if not folder.exists():
-        write_shards(folder)
     model = GPT()
     return TorchTask(
         model=model,
@@ -74,3 +72,7 @@ def task():
         schedule=TorchScheduler(lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=3e-3, total_steps=30)),
         train=Tokens(folder),
     )
+
+
+if __name__ == "__main__":  # once, before the run: python examples/ports/tokens/port.py
+    write_shards(Path("shards"))

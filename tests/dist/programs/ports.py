@@ -1,8 +1,8 @@
 """Trains examples/ports on these ranks, in the current folder: ports.py '[["dlrm", "run-folder", {...}], ...]'
 
-Each entry names a program, its run folder, and options: ``original`` runs the original and writes what it prints to
-the run folder, ``kill_after`` kills the last rank behind a step, ``stop_after`` asks for an end there; ``keys`` are
-those of the run file.
+Each entry names a program, its run folder, and options: ``python`` runs one of its files as Python does, and writes
+what it prints to the folder; ``kill_after`` kills the last rank behind a step; ``stop_after`` asks for an end there;
+``keys`` are those of the run file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class End(hpctrain.BaseHook):
 
 def main(name: str, folder: str, options: dict[str, Any]) -> None:
     """One entry."""
-    if options.pop("original", False):
+    if "python" in options:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(PORTS / name / "original.py"), run_name="__main__")
+            runpy.run_path(str(PORTS / name / options["python"]), run_name="__main__")
         Path(folder).mkdir()
         (Path(folder) / "printed").write_text(printed.getvalue())
         return
@@ -55,7 +55,6 @@ def main(name: str, folder: str, options: dict[str, Any]) -> None:
         "track.every_steps": 1,
         "monitor.enabled": "false",
         "reduce.kind": "mpi" if ranks > 1 else "none",
-        "checkpoint.every_steps": 5,
         **options.pop("keys", {}),
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
