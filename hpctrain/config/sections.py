@@ -81,6 +81,9 @@ class TrainConfig:
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
     sync_batchnorm: bool = False
     """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
+    recompute: tuple[str, ...] = ()
+    """PyTorch: patterns of layers, such as blocks.* or * for all, whose activations are not kept for the backward pass
+    but computed again in it: less memory, more time, the same numbers."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: int | None = None
@@ -94,6 +97,11 @@ class TrainConfig:
         at_least("train.threads", self.threads, 1)
         if self.compile and self.sync_batchnorm:
             both = "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks"
+            raise WrongValue("train.compile", both, "leave one of them out")
+        if self.compile and self.recompute:
+            both = (
+                "train.compile and train.recompute are both given: the compiler decides itself what it computes again"
+            )
             raise WrongValue("train.compile", both, "leave one of them out")
         above("train.clip_norm", self.clip_norm, 0)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:

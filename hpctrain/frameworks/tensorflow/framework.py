@@ -425,6 +425,8 @@ def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
+    if config.train.recompute:
+        raise UserError("train.recompute is for layers of PyTorch, and the model is one of Keras", "leave it out")
     own = trains_itself(task.model)
     if own:
         refuse_with_own_step(task, config)

@@ -13,6 +13,7 @@ from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memory_format_of
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.recompute import recompute
 from hpctrain.frameworks.torch.shares import shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
@@ -56,6 +57,7 @@ def open_torch(
         fix = "leave train.compile out, or use BatchNorm in place of SyncBatchNorm"
         raise UserError("train.compile is true, and layers of the model normalise over all ranks", fix)
     shares = shares_of(task, model, parts)
+    recompute(model, train.recompute)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]

@@ -115,7 +115,7 @@ class Chief:
         self.said_who_is_missing = False
         self.stops = Stops()
         self.suspended_at: float | None = None
-        """The last look, if every rank was stopped then."""
+        """What is not yet counted of a suspension begins here: the last sign of life before it, then the last look."""
 
     def receive(self, message: Message, now: float) -> list[NodeCommand]:
         """Takes in one report."""
@@ -159,16 +159,19 @@ class Chief:
         return self.begin_hang(hang, now) if hang else []
 
     def note_suspension(self, now: float) -> None:
-        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run."""
-        alive = [beat for _, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
-        if alive and all(beat.state == STOPPED for beat in alive):
-            if self.suspended_at is None:
-                self.say("every rank is stopped by a signal: until they continue, time does not count", False)
-            else:
-                self.stops.add(self.suspended_at, now)
-            self.suspended_at = now
-        else:
-            self.suspended_at = None
+        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run.
+
+        It reaches from the last sign of life to the first look that sees a rank run: beats and looks are a second apart
+        each, and what lies between them would count as silence otherwise.
+        """
+        told = [(at, beat) for at, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
+        stopped = bool(told) and all(beat.state == STOPPED for _, beat in told)
+        if stopped and self.suspended_at is None:
+            self.say("every rank is stopped by a signal: until they continue, time does not count", False)
+            self.suspended_at = max(at - beat.age_s for at, beat in told)
+        if self.suspended_at is not None:
+            self.stops.add(self.suspended_at, now)
+            self.suspended_at = now if stopped else None
 
     def observer_stopped(self, begin: float, end: float) -> None:
         """The agent itself did not run between two moments, and perhaps the ranks did not either."""
