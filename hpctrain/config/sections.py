@@ -217,8 +217,8 @@ class ReduceConfig:
     bucket_bytes: int = 8 * 2**20
     """Size of a bucket if buckets are sent during backward."""
     sparse: Literal["auto", "densify", "refuse"] = "auto"
-    """Sparse gradients of embeddings: auto lets rows travel alone if the optimizer updates rows alone, densify makes
-    them dense, refuse names them and ends the run."""
+    """Sparse gradients of embeddings: auto lets rows travel alone where that changes no number, densify makes them
+    dense, refuse names them and ends the run."""
     verify_every_steps: int | None = None
     """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
 

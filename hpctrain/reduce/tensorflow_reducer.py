@@ -128,7 +128,7 @@ class HorovodReducer:
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The same, if the last one holds the square of the norm of the others."""
     *gradients, slots = pieces
-    square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients])
+    square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients] or [tf.zeros((), slots.dtype)])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
 
 

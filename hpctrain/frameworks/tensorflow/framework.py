@@ -29,6 +29,7 @@ from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, trains_it
 from hpctrain.frameworks.tensorflow.own_step import OwnStep
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.frameworks.tensorflow.sparse import sparse_variables
 from hpctrain.frameworks.tensorflow.state import (
     VariableTensor,
     digest,
@@ -41,8 +42,8 @@ from hpctrain.frameworks.tensorflow.step import Judge, Step
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm, joint_layers
 from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
+from hpctrain.reduce.tensorflow_sparse import Gradients
 from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
@@ -79,6 +80,7 @@ class ReadyTask:
     named: Named
     averages: Sequence[tf.Variable]
     """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
+    travelling: Gradients
     reducers: KerasReducers
     reducer: Reducer | None
     """None if it has to be measured."""
@@ -106,15 +108,15 @@ class KerasFramework:
         self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
         self.joint = ready.joint
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
-        self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
+        self.travelling, self.named, self.averages = ready.travelling, ready.named, ready.averages
         self.objects, self.leaves = kept_objects(task), KerasLeaves()
         self.own = OwnStep(task, config, self.group, clock, self.averages) if trains_itself(task.model) else None
         """In place of ``passes.gradients``, ``update`` and ``steps``."""
         self.example: HostBatch | None = None
         """A batch for a model's own step on a rank without samples."""
-        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages, ready.joint)
+        self.passes = Passes(task, self.travelling, config.reduce.sparse, train.compile, self.averages, ready.joint)
         decay = train.ema_decay or 0.0
-        self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
+        self.update = Update(task.optimizer, variables, self.travelling, train.compile, self.averages, decay)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
@@ -143,7 +145,7 @@ class KerasFramework:
     def gradient_bytes(self) -> int:
         if self.own is not None and self.own.updates is not None:
             return self.own.gradient_bytes
-        return 4 * self.pieces.layout.gradients
+        return 4 * self.travelling.pieces.layout.gradients
 
     def set_learning_rate(self, factors: Factors) -> None:
         """Keras optimizers have one rate."""
@@ -221,7 +223,8 @@ class KerasFramework:
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             with self._joint_statistics(batches):
-                np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
+                _, pieces = self.travelling.apart(self._gradients(batches, global_samples))
+                np.asarray(add_up(pieces)[-1])  # waits for a device
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
@@ -264,12 +267,12 @@ class KerasFramework:
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""
-        pieces: list[tf.Tensor] = []
+        tensors: list[tf.Tensor] = []
         for index, batch in enumerate(batches):
             self._begin_micro_batch(index)
             more = self.passes.gradients(batch, *self._scalars(global_samples))
-            pieces = [old + new for old, new in zip(pieces, more, strict=True)] if pieces else more
-        return pieces or self.pieces.zeros()
+            tensors = self.travelling.added(tensors, more) if tensors else more
+        return tensors or self.travelling.zeros()
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's share, and the loss scale."""
@@ -343,6 +346,7 @@ class KerasFramework:
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
+        self.travelling.close()
         if self.joint:
             self.joint.close()
             self.joint = None
@@ -370,9 +374,12 @@ def open_keras(
     joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
-    reducers = KerasReducers(Pieces(variables))
+    own = trains_itself(task.model)
+    sparse = [] if own else sparse_variables(variables, task.model, task.optimizer, config, world.data.size)
+    travelling = Gradients(variables, sparse, world.data)
+    reducers = KerasReducers(travelling.pieces)
     reducer: Reducer | None = None
-    if not trains_itself(task.model):
+    if not own:
         reducer = choice.known(reducers)
         task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
@@ -386,7 +393,7 @@ def open_keras(
     broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
     averaged = variables if config.train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
-    ready = ReadyTask(task, named, averages, reducers, reducer, joint)
+    ready = ReadyTask(task, named, averages, travelling, reducers, reducer, joint)
     framework = KerasFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
