@@ -95,7 +95,9 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
         require_callables(task, "Keras", trains_itself(task.model))
         return task
     from hpctrain.frameworks.torch.losses import as_loss
+    from hpctrain.frameworks.torch.optimizer import joined
 
+    task = dataclasses.replace(task, optimizer=joined(task.optimizer))
     own = has_own_step(task)
     require_hooks(task)
     kept_state(task.state)  # what cannot be kept is refused before anything else is made

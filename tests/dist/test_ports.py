@@ -1,6 +1,6 @@
 """Programs in the form in which they are published, and their ports (examples/ports): the same numbers in few lines.
 
-On 1 and 2 ranks; with HPCTRAIN_PORTS=all also on 4, each of them killed and resumed on 1, 2 and 4.
+On 1 and 2 ranks; with HPCTRAIN_PORTS=all also on 3 and 4, each of them killed and resumed on 1, 2 and 4.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 PORTS = ROOT / "examples" / "ports"
 PROGRAM = ROOT / "tests/dist/programs/ports.py"
 ALL = os.environ.get("HPCTRAIN_PORTS") == "all"
-RANKS = (1, 2, 4) if ALL else (1, 2)
-STOPS = {1: 8, 2: 17}
+RANKS = (1, 2, 3, 4) if ALL else (1, 2)
+STOPS = {1: 8, 2: 17, 3: 23}
 """Where a run that changes its number of ranks ends its part on so many."""
 KILLED_AFTER = 13
 LIMIT_S = 240
@@ -170,7 +170,7 @@ def test_a_run_that_changes_its_number_of_ranks_gives_the_same_numbers(name: str
     assert_alike(name, losses(runs / f"{name}-changing"), losses(runs / f"{name}-1"))
 
 
-KILLED = [(name, ranks) for name in (PAIRS if ALL else SOME) for ranks in (RANKS if ALL else (2,))]
+KILLED = [(name, ranks) for name in (PAIRS if ALL else SOME) for ranks in ((1, 2, 4) if ALL else (2,))]
 """Programs, and on how many ranks they are killed."""
 
 

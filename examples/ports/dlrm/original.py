@@ -78,14 +78,20 @@ def main():
     test = DataLoader(Clicks(301, seed=2), batch_size=30, collate_fn=collate)
     model = DLRM()
     criterion = nn.BCEWithLogitsLoss()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    tables = [*model.user.parameters(), *model.item.parameters(), *model.tags.parameters()]
+    optimizers = [
+        torch.optim.SparseAdam(tables, lr=0.03),
+        torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=0.01),
+    ]
     step = 0
     for epoch in range(2):
         for batch in train:
             loss = criterion(model(batch), batch["label"])
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             step += 1
             print(f"step {step} loss {loss.item():.8f}")
         print(f"epoch {epoch + 1} auc {evaluate(model, test):.8f}")

@@ -65,10 +65,15 @@ class DLRM(nn.Module):
 def task():
     model = DLRM()
     criterion = nn.BCEWithLogitsLoss()
+    tables = [*model.user.parameters(), *model.item.parameters(), *model.tags.parameters()]
+    optimizers = [
+        torch.optim.SparseAdam(tables, lr=0.03),
+        torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=0.01),
+    ]
     return TorchTask(
         model=model,
         loss=lambda logits, batch: criterion(logits, batch["label"]),
-        optimizer=torch.optim.Adagrad(model.parameters(), lr=0.05),
+        optimizer=optimizers,
         train=Clicks(450, seed=1),
         validation=Clicks(301, seed=2),
         collate=collate,

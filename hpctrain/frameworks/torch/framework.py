@@ -406,6 +406,8 @@ class TorchFramework:
             parameter.data, average.data = average.data, parameter.data
 
     def _to_device(self, batch: HostBatch) -> dict[str, Tensor]:
+        if self.device.type == "cpu" and self.memory_format is torch.preserve_format:
+            return {name: writable(array) for name, array in batch.items()}
         return {name: self._tensor(array) for name, array in batch.items()}
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -430,7 +432,7 @@ class _NoClock:
 
 def writable(array: NDArray[Any]) -> Tensor:
     """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
-    return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
+    return torch.from_numpy(array if array.flags.carray else np.array(array))
 
 
 def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:

@@ -9,7 +9,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import SGD, Adagrad, SparseAdam
 
 from hpctrain.errors import UserError
-from hpctrain.frameworks.torch.optimizer import Part
+from hpctrain.frameworks.torch.optimizer import Part, Together
 
 
 def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[Parameter]:
@@ -30,13 +30,14 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }
     found, of_adam = [], set(of_sparse_adam(model, parts))
+    updating = [part for part in parts if type(part.optimizer) is not Together]  # which itself updates nothing
     for name, parameter in model.named_parameters():
-        holders = [(part.optimizer, group) for part in parts for group in holding(part, parameter)]
+        holders = [(part.optimizer, group) for part in updating for group in holding(part, parameter)]
         needed = name in of_adam
         if needed and parameter.ndim != 2:
             raise UserError(
                 f"SparseAdam updates {name}, which has {parameter.ndim} axes",
-                "give it the tables of embeddings alone, and the rest to another optimizer",
+                "give it the tables of embeddings alone: optimizer=[SparseAdam(tables), Adam(rest)]",
             )
         updates_rows = bool(holders) and all(updates_rows_alone(*holder) for holder in holders)
         if parameter.requires_grad and mode == "auto" and (needed or (id(parameter) in tables and updates_rows)):
