@@ -74,6 +74,7 @@ class Feature(StrEnum):
     STEP_EPOCHS = "schedule.step_epochs"
     STREAM = "a stream as training data"
     SYNC_BATCHNORM = "train.sync_batchnorm"
+    TABLES = "large tables of embeddings (Keras)"
     TASK_SCHEDULE = "schedule of the task"
     TEST_STEP = "an evaluation by the model's own steps"
     TORCH_SCHEDULER = "a TorchScheduler"

@@ -51,10 +51,11 @@ def task(uses: list[str]) -> KerasTask:
     has = {Feature[name] for name in uses}
     if Feature.FP32_MODEL in has:
         keras.config.set_dtype_policy("float32")
+    images: list[Any] = [keras.Input((4, 4, 2)), layers.Conv2D(3, 3)]
+    words: list[Any] = [keras.Input((5,), dtype="int32"), layers.Embedding(2**14, 2**4)]
     network = keras.Sequential(
         [
-            keras.Input((4, 4, 2)),
-            layers.Conv2D(3, 3),
+            *(words if Feature.TABLES in has else images),
             layers.BatchNormalization(synchronized=Feature.JOINT_LAYERS in has),
             layers.Flatten(),
             layers.Dense(1),
@@ -67,8 +68,9 @@ def task(uses: list[str]) -> KerasTask:
         model = (Tested if Feature.TEST_STEP in has else Trained)(network)
         model.compile(optimizer=optimizer)
     random = np.random.default_rng(3)
+    looked_up, seen = random.integers(0, 2**14, (SAMPLES, 5)), random.normal(size=(SAMPLES, 4, 4, 2))
     data = {
-        "x": random.normal(size=(SAMPLES, 4, 4, 2)).astype(np.float32),
+        "x": looked_up.astype(np.int32) if Feature.TABLES in has else seen.astype(np.float32),
         "y": random.normal(size=(SAMPLES, 1)).astype(np.float32),
     }
     made: dict[str, Any] = {"model": model, "train": training_data(has, data)}

@@ -85,7 +85,14 @@ IMPLIED = {
     **{kind: {Feature.SCHEDULE} for kind, keys in KEYS.items() if "schedule.kind" in keys},
 }
 """What else a run uses that uses a feature."""
-KERAS_ONLY = {Feature.KERAS, Feature.KERAS_SCHEDULE, Feature.TRAIN_STEP, Feature.TEST_STEP, Feature.FP32_MODEL}
+KERAS_ONLY = {
+    Feature.KERAS,
+    Feature.TABLES,
+    Feature.KERAS_SCHEDULE,
+    Feature.TRAIN_STEP,
+    Feature.TEST_STEP,
+    Feature.FP32_MODEL,
+}
 OF_RUN_FILES = {one for one in KEYS if one not in {Feature.INITIAL_WEIGHTS, Feature.HOROVOD, Feature.SHORT_BATCH}}
 OF_ALL = {
     *(OF_RUN_FILES - {Feature.NO_REDUCER, Feature.BF16_SUMS, Feature.STAGED_ENVIRONMENT, Feature.WRAP}),
@@ -113,7 +120,7 @@ TORCH = {
 OF_LOOP = {one for one, keys in KEYS.items() if "schedule.kind" in keys and one is not Feature.PLATEAU}
 OF_LOOP |= {Feature.DENSIFY, Feature.EARLY_STOP, Feature.EPOCHS, Feature.NO_CHECKPOINTS, Feature.WARMUP_EPOCHS}
 OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.WORKERS}
-KERAS = {*(OF_ALL - OF_LOOP), Feature.KERAS_SCHEDULE, Feature.TEST_STEP, Feature.TRAIN_STEP}
+KERAS = {*(OF_ALL - OF_LOOP), Feature.KERAS_SCHEDULE, Feature.TABLES, Feature.TEST_STEP, Feature.TRAIN_STEP}
 """Without what Keras has no part in, which is tried in PyTorch."""
 OF_IMAGES = {Feature.COMPILED_MODEL, Feature.HALF_PARAMETERS, Feature.JOINT_LAYERS, Feature.VOLUMES}
 CONTRARY = [
