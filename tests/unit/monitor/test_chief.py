@@ -288,6 +288,16 @@ def test_what_lies_between_beats_and_looks_is_part_of_a_suspension(tmp_path: Pat
     assert chief.open_hang is not None and chief.open_hang.hang.silence_s == pytest.approx(111.5 - 108.8)
 
 
+def test_a_hang_is_found_between_suspensions(tmp_path: Path) -> None:
+    """The run hangs from 100.0 on, and gets each second half of ten seconds, as under gang scheduling."""
+    chief, _ = chief_in(tmp_path, hang_s=12)
+    for second in range(100, 160):
+        look(chief, float(second), {0: second - 100.0}, "stopped" if second // 5 % 2 else "S")
+        if chief.open_hang is not None:
+            break
+    assert chief.open_hang is not None and chief.open_hang.hang.silence_s < 15
+
+
 def test_one_stopped_rank_is_a_hang_all_the_same(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path, hang_s=20)
     for second in range(100, 125):
