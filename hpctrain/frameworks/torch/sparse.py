@@ -22,23 +22,18 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         mode: ``reduce.sparse``.
 
     Raises:
-        UserError: SparseAdam is used, and ``mode`` makes gradients dense; or what it updates is no table.
+        UserError: SparseAdam updates what is no table.
     """
     tables = {
         id(module.weight)
         for module in model.modules()
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }
-    found = []
+    found, of_adam = [], set(of_sparse_adam(model, parts))
     updating = [part for part in parts if type(part.optimizer) is not Together]  # which itself updates nothing
     for name, parameter in model.named_parameters():
         holders = [(part.optimizer, group) for part in updating for group in holding(part, parameter)]
-        needed = any(isinstance(optimizer, SparseAdam) for optimizer, _ in holders)
-        if needed and mode == "densify":
-            raise UserError(
-                f"SparseAdam updates {name}, and reduce.sparse is densify, which leaves it no sparse gradient",
-                "leave reduce.sparse at auto, or use Adam",
-            )
+        needed = name in of_adam
         if needed and parameter.ndim != 2:
             raise UserError(
                 f"SparseAdam updates {name}, which has {parameter.ndim} axes",
@@ -48,6 +43,12 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         if parameter.requires_grad and mode == "auto" and (needed or (id(parameter) in tables and updates_rows)):
             found.append(parameter)
     return found
+
+
+def of_sparse_adam(model: Module, parts: Sequence[Part]) -> Iterator[str]:
+    """Names of the parameters that SparseAdam updates."""
+    own = [part for part in parts if isinstance(part.optimizer, SparseAdam)]
+    return (name for name, one in model.named_parameters() if any(True for part in own for _ in holding(part, one)))
 
 
 def holding(part: Part, parameter: Parameter) -> Iterator[dict[str, Any]]:

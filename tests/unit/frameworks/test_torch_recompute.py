@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from hpctrain.comm.world import alone
-from hpctrain.config.sections import TrainConfig
+from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.frameworks.torch.recompute import recompute
@@ -130,4 +130,4 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
 
 def test_compiled_models_do_not_recompute() -> None:
     with pytest.raises(UserError, match=r"train\.compile and train\.recompute"):
-        TrainConfig(epochs=1, global_batch=4, compile=True, recompute=("*",))
+        Config("run", "a:b", TrainConfig(epochs=1, global_batch=4, compile=True, recompute=("*",)))
