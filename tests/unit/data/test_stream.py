@@ -180,6 +180,13 @@ def test_each_rank_decodes_what_it_trains_on(size: int) -> None:
     assert [pair for piece in joined for pair in zip(*map(list, piece.values()), strict=True)] == alone
 
 
+def test_what_a_resumed_run_passes_over_is_not_decoded() -> None:
+    calls: list[str] = []
+    stream = open_stream(Coded(), decode=lambda text: calls.append(text) or int(text.partition(":")[0]))
+    take(StreamingData(stream, StreamOrder(5), 0, 1, prefetch=0), 1, batch=3)
+    assert calls == ["0:0", *(f"{i}:{i * i}" for i in range(15, 20))]
+
+
 def test_what_cannot_be_decoded_is_told() -> None:
     stream = open_stream(Coded(), decode=lambda text: 1 // (12 - int(text.partition(":")[0])))
     with pytest.raises(UserError, match=r"sample 12 of Coded cannot be decoded: ZeroDivisionError.*test_stream.py"):
