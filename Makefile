@@ -1,8 +1,9 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then run every test (those for Slurm and GPUs if there are any)
 # make check  before every commit: style, types, unit tests; under a minute
-# make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times; train every
-#               layer on 4 ranks; attack the monitor's network with 4,500 intruders; half an hour
+# make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times; train every layer on
+#               4 ranks; kill and resume every ported program on 1, 2 and 4; attack the monitor's network with 4,500
+#               intruders; half an hour
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
 # make mutants  make 200 small mistakes in the modules that decide: tests have to see nine of ten; half an hour
@@ -43,6 +44,7 @@ torture: setup-dev
 	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py
 	HPCTRAIN_CORRUPTIONS=12000 $(BIN)/python -m pytest -q tests/unit/checkpoint/test_damage.py
 	HPCTRAIN_SWEEP_RANKS=4 $(BIN)/python -m pytest -q tests/dist/test_sweep.py
+	HPCTRAIN_PORTS=all $(BIN)/python -m pytest -q tests/dist/test_ports.py
 	HPCTRAIN_INTRUDERS=4500 $(BIN)/python -m pytest -q tests/unit/monitor/test_door.py tests/unit/monitor/test_agents.py
 
 mutants: setup-dev

@@ -18,6 +18,8 @@ CONTENDERS = {
     "tensorflow": ("none", "auto", "horovod", "mpi", "mwms", "horovod-plain"),
 }
 MODELS = {"torch": ("gpt", "mlp", "conv"), "tensorflow": ("gpt", "mlp", "conv", "lstm", "small", "wide")}
+TABLES = ("tables-sgd", "tables-adagrad", "tables-adam")
+"""A large table by an optimizer; only if they are named."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         default="",
-        help="comma-separated among gpt, mlp, conv, and in Keras lstm, small, wide (default: all)",
+        help="comma-separated among gpt, mlp, conv, in Keras lstm, small, wide (default: all these), and tables-sgd, "
+        "tables-adagrad, tables-adam (one of 500,000 x 16)",
     )
     parser.add_argument(
         "--contenders",
         default="",
-        help="comma-separated: none, plain, auto, horovod, mpi, ddp, mwms, horovod-plain, or a way (mpi-flat-fp16)",
+        help="comma-separated: none, plain, auto, horovod, mpi, densify, ddp, mwms, horovod-plain, or a way "
+        "(mpi-flat-fp16)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     frameworks = list(FRAMEWORKS) if args.framework == "all" else [args.framework]
     found: list[Row] = []
     for framework in frameworks:
-        models = _chosen(args.models, MODELS[framework], skip_unknown=len(frameworks) > 1)
+        models = _chosen(args.models, MODELS[framework], len(frameworks) > 1) if args.models else MODELS[framework]
         contenders = args.contenders.split(",") if args.contenders else list(CONTENDERS[framework])
         found += measure(framework, models, contenders, args.ranks, args.rounds, args.steps, args.compression)
     if args.json:
@@ -124,9 +128,9 @@ def measure(
 
 def table(found: Sequence[Row]) -> str:
     """Rows for people."""
-    head = f"{'framework':<11}{'model':<7}{'contender':<16}{'median ms':>10}{'to none':>9}  weights"
+    head = f"{'framework':<11}{'model':<15}{'contender':<16}{'median ms':>10}{'to none':>9}  weights"
     lines = [
-        f"{row.framework:<11}{row.model:<7}{row.contender:<16}{row.median_ms:>10.2f}"
+        f"{row.framework:<11}{row.model:<15}{row.contender:<16}{row.median_ms:>10.2f}"
         + (f"{row.ratio_to_none:>9.2f}" if row.ratio_to_none else f"{'-':>9}")
         + ("  equal" if row.weights_equal else "  differ")
         + (f"  chose {row.choice}" if row.choice else "")
@@ -146,8 +150,8 @@ def parser_of_ranks() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(given: str, known: Sequence[str], skip_unknown: bool) -> list[str]:
-    names = given.split(",") if given else list(known)
+def _chosen(given: str, models: Sequence[str], skip_unknown: bool) -> list[str]:
+    names, known = given.split(","), [*models, *TABLES]
     unknown = [name for name in names if name not in known]
     if unknown and not skip_unknown:
         raise UserError(f"no benchmark model {unknown[0]!r}", f"choose among {', '.join(known)}")

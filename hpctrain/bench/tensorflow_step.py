@@ -18,7 +18,7 @@ from keras import layers
 from numpy.typing import NDArray
 
 from hpctrain.bench.ranks import write_rows
-from hpctrain.bench.step import Row, parser_of_ranks, rows
+from hpctrain.bench.step import TABLES, Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
@@ -94,6 +94,20 @@ def wide() -> keras.Model:
     )
 
 
+def tables() -> keras.Model:
+    """A table of 500,000 x 16, eight rows of which make a sample, and two layers."""
+    return keras.Sequential(
+        [
+            keras.Input((8,), dtype="int64"),
+            layers.Embedding(ROWS, 16),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+ROWS = 500_000
 MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
     "gpt": (gpt, (4, 64, 64)),
     "mlp": (mlp, (64, 784)),
@@ -101,8 +115,15 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
     "lstm": (lstm, (32, 32, 64)),
     "small": (small, (64, 32)),
     "wide": (wide, (64, 256)),
+    **dict.fromkeys(TABLES, (tables, (512, 8))),
 }
 """Each model, and the shape of one rank's batch."""
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "tables-sgd": lambda: keras.optimizers.SGD(1e-3),
+    "tables-adagrad": lambda: keras.optimizers.Adagrad(1e-3),
+    "tables-adam": lambda: keras.optimizers.Adam(1e-3),
+}
+"""Of the others it is SGD with momentum."""
 
 
 def cross_entropy(outputs: tf.Tensor, batch: Any) -> tf.Tensor:
@@ -124,8 +145,11 @@ def make_model(name: str, world: World) -> BenchModel:
     keras.utils.set_random_seed(0)
     make, shape = MODELS[name]
     random = np.random.default_rng(1 + world.rank)
-    inputs, labels = random.normal(size=shape).astype(np.float32), random.integers(0, 10, shape[0])
-    return BenchModel(make(), keras.optimizers.SGD(1e-3, momentum=0.9), {"input": inputs, "label": labels})
+    inputs: NDArray[Any] = random.normal(size=shape).astype(np.float32)
+    if name in TABLES:
+        inputs = random.integers(0, ROWS, shape)
+    optimizer = OPTIMIZERS.get(name, lambda: keras.optimizers.SGD(1e-3, momentum=0.9))()
+    return BenchModel(make(), optimizer, {"input": inputs, "label": random.integers(0, 10, shape[0])})
 
 
 class Ours:
@@ -226,6 +250,8 @@ class Choices:
             ours.step()
             self.chosen[model] = ours.framework.reducer_name
             return ours
+        if contender == "densify":
+            return Ours(problem, self.world, ReduceConfig(kind="mpi", sparse="densify"), None)
         if contender in ("mpi", "horovod"):
             return Ours(problem, self.world, ReduceConfig(kind=contender), None)  # type: ignore[arg-type]
         return Ours(problem, self.world, ReduceConfig(), Candidate.parse(contender).name)

@@ -1,4 +1,4 @@
-"""Steps of three torch models with each way of exchanging gradients, in turns, on the ranks that run this program."""
+"""Steps of torch models with each way of exchanging gradients, in turns, on the ranks that run this program."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.bench.ranks import write_rows
-from hpctrain.bench.step import Row, parser_of_ranks, rows
+from hpctrain.bench.step import TABLES, Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
-from hpctrain.comm.world import World, connect
-from hpctrain.config.sections import ReduceConfig
+from hpctrain.comm.world import World, alone, connect
+from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.frameworks.torch.opening import open_torch
 from hpctrain.frameworks.torch.state import digest
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.torch_reducer import NoReducer, Reducer, make_reducer, measured_reducer
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.torch_chartext import GPT
+from hpctrain.train.clock import IntervalClock
+
+ROWS = 500_000
+"""Of the table."""
 
 
 class Conv(nn.Sequential):
@@ -55,49 +61,98 @@ def conv() -> tuple[nn.Module, Tensor, Tensor]:
     return Conv(), torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt, "mlp": mlp, "conv": conv}
+class Tables(nn.Module):
+    """A table of 500,000 x 16, eight rows of which make a sample, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 16, sparse=True)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Classes."""
+        logits: Tensor = self.layers(self.table(ids).mean(1))
+        return logits
+
+
+def tables() -> tuple[nn.Module, Tensor, Tensor]:
+    """512 samples."""
+    return Tables(), torch.randint(ROWS, (512, 8)), torch.randint(10, (512,))
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self.first, self.second = first, second
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Of each."""
+        self.first.step()
+        self.second.step()
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
+    "gpt": gpt,
+    "mlp": mlp,
+    "conv": conv,
+    **dict.fromkeys(TABLES, tables),
+}
+
+
+def optimizer_of(name: str, model: nn.Module, densify: bool) -> torch.optim.Optimizer:
+    """Of a model; SparseAdam takes no dense gradients, so that Adam is in its place if they are made dense."""
+    if name == "tables-sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+    if name == "tables-adagrad":
+        return torch.optim.Adagrad(model.parameters(), lr=1e-3)
+    if not isinstance(model, Tables):
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    if densify:
+        return torch.optim.Adam(model.parameters(), lr=1e-3)
+    rest = torch.optim.Adam(model.layers.parameters(), lr=1e-3)
+    return Both(torch.optim.SparseAdam(model.table.parameters(), lr=1e-3), rest)
 
 
 class BenchModel:
     """A model on this rank's samples."""
 
-    def __init__(self, model: str, world: World) -> None:
+    def __init__(self, model: str, world: World, densify: bool = False) -> None:
         torch.manual_seed(0)
         self.model, _, _ = MODELS[model]()
         torch.manual_seed(1 + world.rank)
         _, self.inputs, self.targets = MODELS[model]()
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer: Any = optimizer_of(model, self.model, densify)
 
     def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
         """Mean over this rank's samples."""
-        return functional.cross_entropy(model(self.inputs).flatten(0, -2), self.targets)
+        return cross_entropy(model(self.inputs), {"target": self.targets})
 
     def weights_hash(self) -> str:
         return digest(list(self.model.parameters()))
 
 
+def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
+    """Mean over the samples."""
+    return functional.cross_entropy(outputs.flatten(0, -2), batch["target"])
+
+
 class Ours:
-    """A reducer of ours."""
+    """hpctrain's own step, as the training loop calls it."""
 
-    def __init__(self, problem: BenchModel, reducer: Reducer, size: int) -> None:
-        self.problem, self.reducer, self.size = problem, reducer, size
-
-    def backward(self) -> None:
-        """All but the update."""
-        self.reducer.begin()
-        loss = self.problem.loss(self.problem.model) / self.size
-        loss.backward()
-        self.reducer.exchange(loss.detach())
+    def __init__(self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None) -> None:
+        task = TorchTask(problem.model, cross_entropy, problem.optimizer, None)
+        self.batch = {"input": problem.inputs.numpy(), "target": problem.targets.numpy()}
+        self.samples = len(problem.inputs) * world.size
+        train = TrainConfig(steps=1, global_batch=self.samples)
+        config = Config(name="bench", task="bench:step", train=train, reduce=reduce)
+        self.framework = open_torch(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
+        self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
 
     def step(self) -> None:
-        self.backward()
-        self.problem.optimizer.step()
-
-    def weights_hash(self) -> str:
-        return self.problem.weights_hash()
-
-    def close(self) -> None:
-        self.reducer.close()
+        self.framework.set_learning_rate(1.0)
+        self.framework.step([self.batch], self.samples)
 
 
 class Plain:
@@ -137,38 +192,31 @@ class Choices:
 
     def __init__(self, world: World, compression: str) -> None:
         self.world, self.compression = world, compression
-        self.chosen: dict[str, str] = {}
+        self.chosen: dict[str, str | None] = {}
 
     def make(self, contender: str, model: str) -> Contender:
         """A contender with a fresh model."""
         os.environ.pop("HOROVOD_CYCLE_TIME", None)
-        problem, size = BenchModel(model, self.world), self.world.data.size
-        if contender == "none":
-            return Ours(problem, NoReducer(list(problem.model.named_parameters())), 1)
+        problem = BenchModel(model, self.world, contender == "densify")
         if contender == "ddp":
             return distributed_data_parallel(problem)
         if contender == "horovod-plain":
             return plain_horovod(problem)
+        if contender == "plain":
+            return Plain(problem, problem.model, problem.optimizer)
+        if contender == "none":
+            return Ours(problem, alone(), ReduceConfig(), None)
         if contender == "auto":
-            return Ours(problem, self._automatic(problem, model), size)
+            config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
+            ours = Ours(problem, self.world, config, self.chosen.get(model))
+            ours.step()
+            self.chosen[model] = ours.framework.reducer_name
+            return ours
+        if contender == "densify":
+            return Ours(problem, self.world, ReduceConfig(kind="mpi", sparse="densify"), None)
         if contender in ("mpi", "horovod"):
-            config = ReduceConfig(kind=contender)  # type: ignore[arg-type]
-            return Ours(problem, measured_reducer(config, self.world, problem.model, lambda reducer: None), size)
-        return Ours(
-            problem, make_reducer(Candidate.parse(contender), self.world.data, problem.model, ReduceConfig()), size
-        )
-
-    def _automatic(self, problem: BenchModel, model: str) -> Reducer:
-        config = ReduceConfig(kind="auto", compression=self.compression)  # type: ignore[arg-type]
-        reducer = measured_reducer(
-            config,
-            self.world,
-            problem.model,
-            lambda reducer: Ours(problem, reducer, self.world.data.size).backward(),
-            self.chosen.get(model),
-        )
-        self.chosen[model] = reducer.name
-        return reducer
+            return Ours(problem, self.world, ReduceConfig(kind=contender), None)  # type: ignore[arg-type]
+        return Ours(problem, self.world, ReduceConfig(), Candidate.parse(contender).name)
 
 
 def compare(model: str, contenders: Sequence[str], choices: Choices, rounds: int, steps: int) -> list[Row]:

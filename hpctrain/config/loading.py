@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from hpctrain.config.combinations import Refused
 from hpctrain.config.reference import keys, sections
 from hpctrain.config.sections import Config, WrongValue
 from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, converted, in_words, of_word, unquoted
@@ -52,9 +53,10 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         values["checkpoint.accept"] = accepted
     try:
         config: Config = _make(Config, "", values)
-    except WrongValue as error:
-        place = f"{path}:{lines[error.key]}: " if error.key in lines else ""
-        raise UserError(place + error.what, error.fix) from error
+    except (WrongValue, Refused) as error:
+        wrong = [error.key] if isinstance(error, WrongValue) else [one.partition(":")[0] for one in error.row.features]
+        places = [f"{path}:{lines[key]}: " for key in wrong if key in lines]
+        raise UserError("".join(places[:1]) + error.what, error.fix) from error
     return dataclasses.replace(config, task_args=config.task_args | arguments) if arguments else config
 
 

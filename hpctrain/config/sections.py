@@ -1,7 +1,7 @@
 """The run file: one frozen dataclass a section, and the only place where defaults live.
 
 Units are part of the names (``_steps``, ``_s``, ``_bytes``). Every field has a docstring: they make ``--help`` and the
-reference page. Checks that need one section only are in its ``__post_init__``; those that need two are in ``Config``.
+reference page. Checks of values are in ``__post_init__``; what does not go together stands in ``combinations``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -81,6 +82,9 @@ class TrainConfig:
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
     sync_batchnorm: bool = False
     """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
+    recompute: tuple[str, ...] = ()
+    """PyTorch: patterns of layers, such as blocks.* or * for all, whose activations are not kept for the backward pass
+    but computed again in it: less memory, more time, the same numbers."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: int | None = None
@@ -92,9 +96,6 @@ class TrainConfig:
         at_least("train.eval_batch_per_rank", self.eval_batch_per_rank, 1)
         at_least("train.eval_every_steps", self.eval_every_steps, 1)
         at_least("train.threads", self.threads, 1)
-        if self.compile and self.sync_batchnorm:
-            both = "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks"
-            raise WrongValue("train.compile", both, "leave one of them out")
         above("train.clip_norm", self.clip_norm, 0)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             key = "train.ema_decay"
@@ -201,9 +202,6 @@ class ScheduleConfig:
         if self.kind == "restarts" and self.cycle_epochs is None:
             empty = "schedule.kind is restarts but schedule.cycle_epochs is missing"
             raise WrongValue("schedule.kind", empty, "give the length of the first cycle, such as 10")
-        if self.kind == "one_cycle" and (self.warmup_steps or self.warmup_epochs):
-            both = "schedule.kind is one_cycle, which has a climb of its own, but a warm-up is given"
-            raise WrongValue("schedule.kind", both, "remove the warm-up; set schedule.climb_share and start_factor")
 
 
 @dataclass(frozen=True)
@@ -219,14 +217,26 @@ class ReduceConfig:
     bucket_bytes: int = 8 * 2**20
     """Size of a bucket if buckets are sent during backward."""
     sparse: Literal["auto", "densify", "refuse"] = "auto"
-    """Sparse gradients of embeddings: auto lets rows travel alone if the optimizer updates rows alone, densify makes
-    them dense, refuse names them and ends the run."""
+    """Sparse gradients of embeddings: auto lets rows travel alone where that changes no number, densify makes them
+    dense, refuse names them and ends the run."""
     verify_every_steps: int | None = None
     """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
 
     def __post_init__(self) -> None:
         at_least("reduce.bucket_bytes", self.bucket_bytes, 1024)
         at_least("reduce.verify_every_steps", self.verify_every_steps, 1)
+
+    def features(self) -> dict[Feature, Any]:
+        """What of this section does not go with everything."""
+        given = {
+            Feature.BF16_SUMS: self.compression == "bf16",
+            Feature.DENSIFY: self.sparse == "densify",
+            Feature.HOROVOD: self.kind == "horovod",
+            Feature.NO_REDUCER: self.kind == "none",
+            Feature.OVERLAP: self.overlap == "on",
+            Feature.VERIFY: self.verify_every_steps,
+        }
+        return used(given)
 
 
 @dataclass(frozen=True)
@@ -543,6 +553,40 @@ class Config:
             exactly_one("train.global_batch", train.global_batch, "train.batch_per_rank", train.batch_per_rank)
         at_least("seed", self.seed, 0)
         at_most("seed", self.seed, LARGEST_SEED)
+        refuse(self.features())
+
+    def features(self) -> dict[Feature, Any]:
+        """What the run file uses that does not go with everything."""
+        train, schedule, checkpoint, launch = self.train, self.schedule, self.checkpoint, self.launch
+        given = {
+            Feature.ACCUMULATE: train.accumulate > 1 and train.accumulate,
+            Feature.BEST: checkpoint.enabled and checkpoint.best_metric,
+            Feature.BF16: train.precision == "bf16",
+            Feature.CHANNELS_LAST: train.channels_last,
+            Feature.CLIP: train.clip_norm,
+            Feature.COMPILE: train.compile,
+            Feature.CYCLE_EPOCHS: schedule.cycle_epochs,
+            Feature.EARLY_STOP: train.early_stop.metric,
+            Feature.EMA: train.ema_decay,
+            Feature.EPOCHS: train.epochs,
+            Feature.EXPONENTIAL: schedule.kind == "exponential",
+            Feature.FP16: train.precision == "fp16",
+            Feature.INITIAL_WEIGHTS: checkpoint.init_from,
+            Feature.NO_CHECKPOINTS: not checkpoint.enabled,
+            Feature.NO_EVALUATIONS: train.eval_every_epochs is None and train.eval_every_steps is None,
+            Feature.ONE_CYCLE: schedule.kind == "one_cycle",
+            Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
+            Feature.RECOMPUTE: train.recompute,
+            Feature.SCHEDULE: schedule != ScheduleConfig(),
+            Feature.STAGED_ENVIRONMENT: launch.stage_environment,
+            Feature.STEP_EPOCHS: schedule.step_epochs,
+            Feature.SYNC_BATCHNORM: train.sync_batchnorm,
+            Feature.WARMUP: schedule.warmup_steps or schedule.warmup_epochs,
+            Feature.WARMUP_EPOCHS: schedule.warmup_epochs,
+            Feature.WORKERS: self.data.workers,
+            Feature.WRAP: launch.slurm.wrap,
+        }
+        return used(given) | self.reduce.features()
 
 
 def exactly_one(first: str, first_value: object, second: str, second_value: object) -> None:

@@ -81,7 +81,11 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"collate failed on samples {shown}: {with_place(error)}", "correct collate") from error
+        held = layout({name: Field(array.shape, array.dtype) for name, array in samples[0].items()})
+        raise UserError(
+            f"collate failed on samples {shown}: {with_place(error)}",
+            f"correct collate: collate(samples) gets a list of dicts of NumPy arrays, here {held}",
+        ) from error
     for name, array in batch.items():
         if array.dtype.kind not in "biufc":
             raise UserError(

@@ -1,7 +1,7 @@
 """Streams: samples that can only be read one after the other, their number unknown or endless.
 
-Every rank reads all of a stream and keeps its part of each global batch, so all ranks stand at the same position, and a
-checkpoint's position is that of any number of ranks.
+Every rank reads all of a stream and decodes its part of each global batch, so all ranks stand at the same position, and
+a checkpoint's position is that of any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Stream:
         names: tuple[str, ...] | None,
         first: Sample,
         without: Callable[[int], Iterable[Any]],
+        decode: Callable[[Any], Any] | None = None,
     ) -> None:
         """
         Args:
@@ -64,29 +65,45 @@ class Stream:
             names: of the parts of samples.
             first: sample.
             without: without(n) gives the source's samples from its present position on, without the first n.
+            decode: makes samples of what the source gives; by default these are samples.
         """
         self.source = source
         self.names = names
         self.first = first
         self.without = without
+        self.decode = decode
         kind = type(source).__name__
         shapes = {name: (1, *value.shape) for name, value in first.items()}
         self.fields: Mapping[str, Field] = {
             name: check_field(name, shapes[name], value.dtype, kind) for name, value in first.items()
         }
 
-    def samples(self, skip: int = 0) -> Iterator[Sample]:
-        """From the present position on, without the first ``skip`` ones."""
+    def undecoded(self, skip: int = 0) -> Iterator[Any]:
+        """From the present position on, without the first ``skip`` ones: what ``sample`` makes samples of."""
         number = skip
         try:
-            for sample in self.without(skip):
-                yield named(host(sample), self.names)
+            for each in self.without(skip):
+                yield each if self.decode else named(host(each), self.names)
                 number += 1
         except UserError:
             raise
         except Exception as error:
             raise UserError(
                 f"{type(self.source).__name__} failed behind sample {number}: {with_place(error)}", "correct the stream"
+            ) from error
+
+    def sample(self, undecoded: Any, number: int) -> Sample:
+        """Raises UserError that tells the sample's number in the epoch."""
+        if self.decode is None:
+            return cast(Sample, undecoded)
+        try:
+            return decoded(undecoded, self.decode, self.names)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"sample {number} of {type(self.source).__name__} cannot be decoded: {with_place(error)}",
+                "correct the stream, or the function that decodes its samples",
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +139,9 @@ def has_skip(source: Any) -> bool:
     return any(base.__module__.startswith("tensorflow.") for base in type(source).__mro__) and hasattr(source, "skip")
 
 
-def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) -> Stream:
+def open_stream(
+    source: Any, fields: tuple[str, ...] | list[str] | None = None, decode: Callable[[Any], Any] | None = None
+) -> Stream:
     """Opens data that is read one sample after the other, of unknown or endless number.
 
     Args:
@@ -130,6 +149,9 @@ def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) 
             tf.data.Dataset or torch IterableDataset of single samples; or another iterable that begins again whenever
             ``iter`` is called (a resumed run passes over the samples that it has seen).
         fields: arrays to take, in this order; names the parts of samples that are tuples.
+        decode: decode(raw) gives a sample, a dict or tuple of arrays, of what the source gives, such as the bytes of a
+            picture. Every rank reads all of the source, but decodes only what it trains on, some batches later: the
+            source must not change what it has given.
 
     Raises:
         UserError: the source gives no samples, can be read only once, or its samples cannot be trained on.
@@ -148,12 +170,12 @@ def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) 
             elements: Iterable[Any] = pipeline.skip(count).as_numpy_iterator()
             return elements
 
-        return Stream(pipeline, names, first_of(without(0), kind, names), without)
+        return Stream(pipeline, names, first_of(without(0), kind, decode, names), without, decode)
     if not isinstance(source, Iterable):
         raise UserError(f"{kind} is not a stream: it cannot be iterated", "give an object with __iter__")
     if isinstance(source, Resumable):
         begin = copy.deepcopy(dict(source.state_dict()))
-        first = first_of(source, kind, names)
+        first = first_of(source, kind, decode, names)
         source.load_state_dict(begin)
     elif isinstance(source, Iterator):
         raise UserError(
@@ -161,15 +183,22 @@ def open_stream(source: Any, fields: tuple[str, ...] | list[str] | None = None) 
             "give an object whose __iter__ begins again, or one with state_dict and load_state_dict",
         )
     else:
-        first = first_of(source, kind, names)
-    return Stream(source, names, first, lambda count: islice(iter(source), count, None))
+        first = first_of(source, kind, decode, names)
+    return Stream(source, names, first, lambda count: islice(iter(source), count, None), decode)
 
 
-def first_of(source: Iterable[Any], kind: str, names: tuple[str, ...] | None) -> Sample:
+def first_of(
+    source: Iterable[Any], kind: str, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None
+) -> Sample:
     """The first sample; raises UserError if there is none."""
-    for sample in source:
-        return named(host(sample), names)
+    for raw in source:
+        return decoded(raw, decode, names)
     raise UserError(f"the stream {kind} gives no samples", "give data with at least one sample")
+
+
+def decoded(raw: Any, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None) -> Sample:
+    """The arrays of what a source gave."""
+    return named(host(decode(raw) if decode else raw), names)
 
 
 def host(sample: Any) -> Any:
@@ -287,12 +316,12 @@ class StreamingData:
                 epoch += 1
             batch, skip, may_be_at_end = 0, 0, False
 
-    def _chunks(self, skip: int) -> Iterator[tuple[list[Sample], dict[str, Any], bool]]:
-        """The samples of each global batch to the end of the data, the position behind them, whether it is the last."""
+    def _chunks(self, skip: int) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
+        """What makes each global batch to the end of the data, the position behind it, whether it is the last."""
         size = self.order.global_batch
         look_ahead = size if self.order.drop_last else 1
-        samples = self.stream.samples(skip)
-        ahead: deque[Sample] = deque()
+        samples = self.stream.undecoded(skip)
+        ahead: deque[Any] = deque()
         while True:
             chunk = [*ahead, *islice(samples, size - len(ahead))]
             if not chunk or (len(chunk) < size and self.order.drop_last):
@@ -304,10 +333,11 @@ class StreamingData:
             if is_last:
                 return
 
-    def _batch(self, epoch: int, index: int, samples: list[Sample], is_last: bool) -> Batch:
+    def _batch(self, epoch: int, index: int, samples: list[Any], is_last: bool) -> Batch:
         begin = index * self.order.global_batch
         part = part_of(len(samples), self.rank, self.size)
-        own, drawn = samples[part], first_draw(np.arange(begin + part.start, begin + part.stop), epoch)
+        drawn = first_draw(np.arange(begin + part.start, begin + part.stop), epoch)
+        own = [self.stream.sample(each, i) for each, i in zip(samples[part], drawn.ids.tolist(), strict=True)]
         pieces = [part_of(len(own), piece, self.accumulate) for piece in range(min(self.accumulate, len(own)))]
         return Batch(
             epoch=epoch,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import Config
 from hpctrain.data import Dataset, Order, Samples, Stream, StreamOrder, open_dataset, open_stream, part_of
 from hpctrain.data.order import first_draw
@@ -21,10 +22,10 @@ from hpctrain.data.stream import is_stream
 from hpctrain.errors import UserError
 from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
-from hpctrain.rank.own_steps import has_own_step, pieces_of, refuse_with_own_step
+from hpctrain.rank.features import has_own_step, pieces_of, task_features
 from hpctrain.rank.staged import staged_args
-from hpctrain.tasks.checks import require_callables, require_fields
-from hpctrain.tasks.definition import KerasTask, Task
+from hpctrain.tasks.checks import require_callables, require_fields, require_function
+from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.hooks import Hook
 from hpctrain.train.plan import global_batch
@@ -67,7 +68,6 @@ def make_problem(config: Config, world: World) -> Problem:
     order: Order | StreamOrder
     train = open_training_data(task, data.allow_outside)
     if isinstance(train, Stream):
-        refuse_what_streams_cannot(config, task)
         order = StreamOrder(batch, data.drop_last)
     else:
         order = Order(
@@ -80,7 +80,7 @@ def make_problem(config: Config, world: World) -> Problem:
             sampler=task.sampler,
         )
     task = with_its_loss(task, tuple(examples_of(train).fields))
-    refuse_with_own_step(config, task, order, world.data.size)
+    refuse(config.features() | task_features(config, task, order, world.data.size))
     validation = {name: open_validation(config, task, name, given) for name, given in validation_sets(task).items()}
     make_weights(task, lambda: examples_of(train), config.seed)
     return Problem(task, train, validation, order)
@@ -95,13 +95,17 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
         require_callables(task, "Keras", trains_itself(task.model))
         return task
     from hpctrain.frameworks.torch.losses import as_loss
+    from hpctrain.frameworks.torch.optimizer import joined
 
+    task = dataclasses.replace(task, optimizer=joined(task.optimizer))
     own = has_own_step(task)
     require_hooks(task)
     kept_state(task.state)  # what cannot be kept is refused before anything else is made
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
     require_callables(task, "torch", own)
+    if isinstance(task, TorchTask) and own:
+        require_function("step", task.step, "(ctx, batch)", "torch tensors")
     return task
 
 
@@ -161,22 +165,6 @@ def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset
 def examples_of(train: Dataset | Stream) -> Dataset:
     """Samples such as those that are trained on: of a stream the first one."""
     return train.example() if isinstance(train, Stream) else train
-
-
-def refuse_what_streams_cannot(config: Config, task: Task) -> None:
-    """Raises UserError for what needs the number of samples, or samples in any order."""
-    needs = {
-        "train.epochs": (config.train.epochs is not None, "give train.steps"),
-        "schedule.warmup_epochs": (bool(config.schedule.warmup_epochs), "give schedule.warmup_steps"),
-        "schedule.step_epochs": (bool(config.schedule.step_epochs), "choose another schedule.kind"),
-        "schedule.cycle_epochs": (bool(config.schedule.cycle_epochs), "choose another schedule.kind"),
-        "schedule.kind exponential": (config.schedule.kind == "exponential", "choose another"),
-        "data.workers": (config.data.workers > 0, "set data.workers to 0: one thread reads a stream"),
-        "the task's sampler": (task.sampler is not None, "leave the sampler out: a stream has one order"),
-    }
-    for key, (is_given, fix) in needs.items():
-        if is_given:
-            raise UserError(f"the training data of task {config.task} is a stream, for which {key} means nothing", fix)
 
 
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config, ScheduleConfig
+from hpctrain.config.combinations import WATCHED, refuse
+from hpctrain.config.sections import Config
 from hpctrain.data import (
     BatchSource,
     Dataset,
@@ -23,7 +24,7 @@ from hpctrain.errors import UserError
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.rank.data_position import DataPosition
-from hpctrain.rank.own_steps import pieces_of
+from hpctrain.rank.features import pieces_of, rate_features
 from hpctrain.rank.problem import Problem
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -108,7 +109,8 @@ def make_hooks(
 
     ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
     """
-    refuse_metrics_of_nothing(config, problem)
+    require_plain_names(config, problem.validation)
+    refuse(rate_features(problem.task, more))
     world = session.world
     hooks: list[Hook] = []
     writer = EventWriter(run_dir.events, session.warn)
@@ -133,19 +135,11 @@ def make_hooks(
 
 
 def rate_hooks(config: Config, task: Task) -> list[RateHook]:
-    """What sets the learning rate and has state. Raises UserError if both the run file and the task set it."""
-    if task.schedule is not None and config.schedule != ScheduleConfig():
-        raise UserError(
-            "both the run file's schedule and the task's set the learning rate",
-            "remove schedule: from the run file, or schedule= from the task",
-        )
+    """What sets the learning rate and has state."""
     if config.schedule.kind == "plateau":
         return [Plateau(config.schedule.plateau, config.schedule.final_factor)]
     if not isinstance(task.schedule, TorchScheduler):
         return []
-    if not isinstance(task, TorchTask):
-        fix = "give the optimizer a Keras schedule as its learning rate, or the task a function of the step"
-        raise UserError("a KerasTask has a TorchScheduler", fix)
     from hpctrain.frameworks.torch.scheduler import SchedulerHook
 
     return [SchedulerHook(task.schedule, task.optimizer)]
@@ -162,24 +156,14 @@ def profiler_of(task: Task) -> Profiler:
     return KerasProfiler()
 
 
-def refuse_metrics_of_nothing(config: Config, problem: Problem) -> None:
-    """Raises UserError if a validation metric is to be watched and there is no validation data."""
-    watched = {
-        "train.early_stop.metric": config.train.early_stop.metric,
-        "checkpoint.best_metric": config.checkpoint.best_metric if config.checkpoint.enabled else None,
-        "schedule.plateau.metric": config.schedule.plateau.metric if config.schedule.kind == "plateau" else None,
-    }
-    for key, metric in watched.items():
-        if metric is not None and not problem.validation:
-            raise UserError(
-                f"{key} is {metric!r}, but task {config.task} has no validation data",
-                f"return TorchTask(..., validation=...), or remove {key}",
-            )
-        if metric is not None and metric.startswith(f"{next(iter(problem.validation))}/"):
-            plain = metric.partition("/")[2]
+def require_plain_names(config: Config, validation: Iterable[str]) -> None:
+    """Raises UserError if a metric that is watched is called by the name of the first set of validation data."""
+    features, first = config.features(), next(iter(validation), None)
+    for key, metric in ((feature, features[feature]) for feature in WATCHED if feature in features):
+        if metric.startswith(f"{first}/"):
             raise UserError(
                 f"{key} is {metric!r}, and metrics of the first set of validation data have plain names",
-                f"write {key}: {plain}",
+                f"write {key}: {metric.partition('/')[2]}",
             )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.reduce.shm_allreduce import open_shm_allreduce
     from hpctrain.reduce.tensorflow_pieces import Pieces
     from hpctrain.reduce.tensorflow_reducer import KerasReducers
+    from hpctrain.reduce.tensorflow_sparse import Gradients
     from hpctrain.reduce.torch_reducer import TorchReducers
 
 _MODULES = {
@@ -28,6 +29,7 @@ _MODULES = {
     "Choice": "reducer_choice",
     "ExchangeResult": "exchange_slots",
     "FlatAllreduce": "mpi_allreduce",
+    "Gradients": "tensorflow_sparse",
     "HostAllreduce": "mpi_allreduce",
     "KerasReducers": "tensorflow_reducer",
     "Pieces": "tensorflow_pieces",
@@ -42,6 +44,7 @@ __all__ = [
     "Choice",
     "ExchangeResult",
     "FlatAllreduce",
+    "Gradients",
     "HostAllreduce",
     "KerasReducers",
     "Pieces",

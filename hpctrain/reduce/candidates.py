@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import ReduceConfig
-from hpctrain.errors import UserError
 from hpctrain.system.shared_memory import FOLDER
 
 Way = Literal["node", "ring", "flat", "overlap"]
@@ -94,13 +94,7 @@ def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     """
     if around.ranks == 1:
         return [Candidate("none")]
-    if config.kind == "none":
-        raise UserError(
-            f"reduce.kind is none but there are {around.ranks} ranks, which would train apart",
-            "set reduce.kind: auto, or start one rank",
-        )
-    if config.kind == "horovod" and config.compression == "bf16":
-        raise UserError("Horovod cannot sum bfloat16", "set reduce.compression: fp16, or reduce.kind: mpi")
+    refuse({**config.features(), Feature.RANKS: around.ranks})
     ways = [_horovod(config, around)] if config.kind == "horovod" else [_mpi(config, around)]
     if config.kind == "auto":
         ways = _every_way(config, around)

@@ -20,7 +20,7 @@ class Rows:
     """Some rows of a table; all others are zero."""
 
     indices: NDArray[np.int64]
-    """(n,): which rows, ascending, each once."""
+    """(n,): which rows, each once."""
     values: NDArray[Any]
     """(n, columns)."""
 
@@ -67,22 +67,23 @@ class RowExchange:
 
     def _gather(self, given: Sequence[Rows], counts: NDArray[np.int64]) -> list[list[Rows]]:
         """All ranks' rows, by table and rank; ``counts`` are by rank and table."""
-        widths = np.array([rows.values.shape[1] for rows in given], np.int64)
-        indices = self._gather_flat(np.concatenate([rows.indices for rows in given]), counts.sum(1))
-        values = self._gather_flat(np.concatenate([rows.values.reshape(-1) for rows in given]), counts @ widths)
-        found: list[list[Rows]] = [[] for _ in given]
-        at = begin = 0
-        for rank_counts in counts.tolist():
-            for table, (count, width) in enumerate(zip(rank_counts, widths.tolist(), strict=True)):
-                part = values[begin : begin + count * width].reshape(count, width)
-                found[table].append(Rows(indices[at : at + count], part))
-                at, begin = at + count, begin + count * width
-        return found
-
-    def _gather_flat(self, mine: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any]:
-        everything = np.empty(int(lengths.sum()), mine.dtype)
+        widths = [rows.values.shape[1] for rows in given]
+        index_items = INDEX_BYTES // self.dtype.itemsize
+        indices = [np.ascontiguousarray(rows.indices).view(self.dtype) for rows in given]
+        mine = np.concatenate([*indices, *[rows.values.reshape(-1) for rows in given]])  # one message is one wait
+        lengths = counts @ np.array([index_items + width for width in widths])
+        everything = np.empty(int(lengths.sum()), self.dtype)
         self.comm.Allgatherv(mine, (everything, lengths.tolist()))
-        return everything
+        found: list[list[Rows]] = [[] for _ in given]
+        at = 0
+        for rank_counts in counts.tolist():
+            begin = at + index_items * sum(rank_counts)
+            for table, (count, width) in enumerate(zip(rank_counts, widths, strict=True)):
+                own = everything[at : at + index_items * count].copy().view(np.int64)  # a copy is aligned
+                found[table].append(Rows(own, everything[begin : begin + count * width].reshape(count, width)))
+                at, begin = at + index_items * count, begin + count * width
+            at = begin
+        return found
 
     def _sum_whole(self, given: Rows, rows: int, columns: int) -> Rows:
         from mpi4py import MPI
@@ -108,7 +109,7 @@ def rows_are_fewer(total: int, rows: int, columns: int, item_bytes: int) -> bool
     which rows are there.
     """
     as_rows = total * (INDEX_BYTES + columns * item_bytes)
-    return as_rows < 2 * rows * columns * item_bytes + rows and total * max(columns, 1) < LARGEST_MESSAGE
+    return as_rows < 2 * rows * columns * item_bytes + rows and as_rows < LARGEST_MESSAGE * item_bytes
 
 
 def added(parts: Sequence[Rows]) -> Rows:

@@ -28,7 +28,7 @@ class Pieces:
 
     def __init__(self, variables: Sequence[keras.Variable]) -> None:
         shapes = [tuple(variable.shape) for variable in variables]
-        self.dtype = tf.float64 if any(variable.dtype == "float64" for variable in variables) else tf.float32
+        self.dtype = exchanged_dtype(variables)
         """In which gradients are exchanged."""
         self.groups = grouped(shapes)
         """Indices of the variables of each piece."""
@@ -79,6 +79,11 @@ class Pieces:
         return [tf.zeros(shape, self.dtype) for shape in [*self.shapes, (SLOTS,)]]
 
 
+def exchanged_dtype(variables: Sequence[keras.Variable]) -> tf.DType:
+    """In which gradients of these are summed."""
+    return tf.float64 if any(variable.dtype == "float64" for variable in variables) else tf.float32
+
+
 def grouped(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Indices of small arrays of one shape together, all others alone; in the order of each group's first."""
     groups: dict[Any, list[int]] = {}
@@ -89,10 +94,10 @@ def grouped(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def join(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
     """One flat tensor of all pieces, in their order."""
-    return tf.concat([tf.reshape(piece, (-1,)) for piece in pieces], 0)
+    return tf.concat([tf.reshape(piece, (-1,)) for piece in pieces] or [tf.zeros((0,))], 0)
 
 
 def split(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Undoes ``join``."""
-    parts = tf.split(flat, [math.prod(piece.shape) for piece in like])
+    parts = tf.split(flat, [math.prod(piece.shape) for piece in like]) if like else []
     return [tf.reshape(part, piece.shape) for part, piece in zip(parts, like, strict=True)]

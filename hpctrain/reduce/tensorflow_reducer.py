@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import ReduceConfig
-from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.compression import CODECS
@@ -128,7 +128,7 @@ class HorovodReducer:
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The same, if the last one holds the square of the norm of the others."""
     *gradients, slots = pieces
-    square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients])
+    square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients] or [tf.zeros((), slots.dtype)])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
 
 
@@ -174,11 +174,7 @@ class KerasReducers:
     pieces: Pieces
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        if config.overlap == "on":
-            raise UserError(
-                "reduce.overlap is on, but Keras gradients travel after the backward pass",
-                "leave reduce.overlap at auto",
-            )
+        refuse({Feature.KERAS: True, **config.features()})
         gpu = bool(tf.config.list_logical_devices("GPU"))
         around = look_around(config, world, gpu, lambda: horovod_setup.available("tensorflow"))
         return candidates(replace(config, overlap="off"), around)

@@ -15,8 +15,8 @@ from hpctrain.reduce.row_exchange import RowExchange, Rows
 class SparseGradients:
     """Leaves gradients to autograd, which collects rows over the backward passes of an update, and adds them up.
 
-    Afterwards each ``grad`` is sparse and coalesced: rows ascending, each once. A dense gradient, of a table that is
-    also used as a matrix, has all rows.
+    Afterwards each ``grad`` is sparse; of a sum over ranks coalesced: rows ascending, each once. A dense gradient, of a
+    table that is also used as a matrix, has all rows.
 
     Args:
         parameters: tables: two axes, all on one device.
@@ -43,23 +43,24 @@ class SparseGradients:
 
     def exchange(self) -> None:
         """Makes the sums over the ranks the parameters' gradients."""
-        found = [self._rows_of(parameter) for parameter in self.parameters]
-        if self.rows is not None:
-            host = [Rows(indices.cpu().numpy(), values.to("cpu", self.dtype).numpy()) for indices, values in found]
-            sums = self.rows.sum(host)
-            found = [(torch.from_numpy(rows.indices), torch.from_numpy(rows.values)) for rows in sums]
-        for parameter, (indices, values) in zip(self.parameters, found, strict=True):
-            parameter.grad = torch.sparse_coo_tensor(
-                indices.to(parameter.device)[None],
-                values.to(parameter.device, parameter.dtype),
-                parameter.shape,
-                is_coalesced=True,
-                check_invariants=False,
-            )
+        if self.rows is None:
+            for parameter in self.parameters:
+                if parameter.grad is None or not parameter.grad.is_sparse:
+                    parameter.grad = _sparse(parameter, *_rows_of(parameter))
+            return
+        found = [_rows_of(parameter) for parameter in self.parameters]
+        host = [Rows(indices.cpu().numpy(), values.to("cpu", self.dtype).numpy()) for indices, values in found]
+        for parameter, rows in zip(self.parameters, self.rows.sum(host), strict=True):
+            parameter.grad = _sparse(parameter, torch.from_numpy(rows.indices), torch.from_numpy(rows.values))
 
     def values(self) -> list[Tensor]:
-        """What is not zero in the gradients, to be changed in place."""
-        return [parameter.grad._values() for parameter in self.parameters if parameter.grad is not None]
+        """What is not zero in the gradients, each row once, to be changed in place."""
+        found = []
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.coalesce()
+                found.append(parameter.grad._values())
+        return found
 
     def close(self) -> None:
         """Gives the gradients back to autograd, and frees the communicator."""
@@ -67,12 +68,24 @@ class SparseGradients:
         if self.rows is not None:
             self.rows.close()
 
-    def _rows_of(self, parameter: Parameter) -> tuple[Tensor, Tensor]:
-        """(indices, values) of this rank's gradient, each row once."""
-        gradient = parameter.grad
-        if gradient is None:
-            return torch.empty(0, dtype=torch.int64), parameter.new_empty((0, parameter.shape[1]))
-        if not gradient.is_sparse:
-            return torch.arange(len(gradient), device=gradient.device), gradient.detach()
-        gradient = gradient.coalesce()
-        return gradient._indices()[0], gradient._values()
+
+def _rows_of(parameter: Parameter) -> tuple[Tensor, Tensor]:
+    """(indices, values) of this rank's gradient, each row once."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.empty(0, dtype=torch.int64), parameter.new_empty((0, parameter.shape[1]))
+    if not gradient.is_sparse:
+        return torch.arange(len(gradient), device=gradient.device), gradient.detach()
+    gradient = gradient.coalesce()
+    return gradient._indices()[0], gradient._values()
+
+
+def _sparse(parameter: Parameter, indices: Tensor, values: Tensor) -> Tensor:
+    """A gradient of these rows, ascending, each there once."""
+    return torch.sparse_coo_tensor(
+        indices.to(parameter.device)[None],
+        values.to(parameter.device, parameter.dtype),
+        parameter.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )

@@ -15,6 +15,7 @@ import numpy as np
 from hpctrain.checkpoint import CheckpointStore, Source, load_initial
 from hpctrain.checkpoint.exports import Selection, export_safetensors
 from hpctrain.comm.world import alone
+from hpctrain.config.combinations import Feature, refusal
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config
 from hpctrain.data import Samples
@@ -65,8 +66,7 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
         export_safetensors(loaded, weights, Selection(averaged=config.train.ema_decay is not None))
         framework, problem = restore(config, str(weights))
         if isinstance(problem.task.model, Mapping):
-            what = f"the task has several models ({', '.join(problem.task.model)}), and a registered model is one"
-            raise UserError(what, "write their weights with hpctrain ckpt export")
+            raise refusal({Feature.REGISTRY: True, Feature.SEVERAL_MODELS: ", ".join(problem.task.model)})
         batch = example(problem)
         data = RunView(run_dir.path).history()
         started = data.last(RunStarted)

@@ -106,8 +106,7 @@ class LastWord:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> LastWord:
         """What ``to_json`` gave; unknown fields are ignored."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        fields = {"rank": None, **{key: value for key, value in saved.items() if key in known}}
+        fields = {"rank": None, **{key: value for key, value in saved.items() if key in cls.__match_args__}}
         fields["ending"] = Ending(fields.get("ending", Ending.RUNNING))
         fields["error"] = ErrorWord.from_json(fields["error"]) if fields.get("error") else None
         fields["code"] = Code.read(fields["code"]) if fields.get("code") else None

@@ -66,12 +66,12 @@ class WordReader:
     def _take(self, entry: os.DirEntry[str], stamp: Stamp) -> None:
         """Reads a file. What cannot be read now keeps its earlier word."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            saved = self._read(Path(entry.path))
+            saved = self._read(entry.path)
             if is_word(saved):
                 settled = time.time() - stamp[0] / 1e9 > SETTLED_S
                 self.seen[entry.name] = Seen(stamp if settled else None, LastWord.from_json(saved))
 
-    def _read(self, path: Path) -> Any:
+    def _read(self, path: str) -> Any:
         """A file's JSON; the blanks after it are left out."""
         content = safe_read.head(path, HEAD_BYTES)
         self.bytes_read += len(content)

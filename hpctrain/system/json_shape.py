@@ -5,6 +5,7 @@ A shape is written as the values are: ``{"rank": int, "hosts": [str], "host": (s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +49,7 @@ def fits(shape: Shape) -> Fits:
         kind = type(None) if shape is None else shape
         return lambda value: type(value) is kind
     if isinstance(shape, tuple):
-        some = [fits(each) for each in shape]
-        return lambda value: any(one(value) for one in some)
+        return functools.reduce(_either, map(fits, shape))
     if isinstance(shape, list):
         (item,) = map(fits, shape)
         return lambda value: type(value) is list and all(map(item, value))
@@ -61,6 +61,10 @@ def fits(shape: Shape) -> Fits:
         return lambda value: type(value) is dict and wrong(value) is None
     told: Fits = shape
     return told
+
+
+def _either(one: Fits, other: Fits) -> Fits:
+    return lambda value: one(value) or other(value)
 
 
 def typed(shape: Shape) -> Callable[[Any], Any]:

@@ -38,7 +38,7 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
     """
     objects = {**named_objects("model", task.model), **named_objects("optimizer", task.optimizer)}
     for name, value in objects.items():
-        if value is None or isinstance(value, (type, str, types.FunctionType)):
+        if value is None or isinstance(value, (type, str, list, tuple, types.FunctionType)):
             fix = f"give an object: {name}={EXAMPLES[framework][name.partition('[')[0]]}"
             raise UserError(f"{name} of the task is {spoken(value)}{place_of(value)}", fix)
     several = [name for name in ("model", "optimizer") if isinstance(vars(task)[name], Mapping)]

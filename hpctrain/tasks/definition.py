@@ -52,8 +52,8 @@ class Task:
     """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
     own losses, if samples hold two arrays: the second one is the target. A task with a step of its own needs none."""
     optimizer: Any = None
-    """torch.optim.Optimizer over the model's parameters, or keras.optimizers.Optimizer. With a step of one's own also
-    a dict of optimizers, no two of which share a parameter."""
+    """torch.optim.Optimizer over the model's parameters, or a list of several that follow the same loss; or
+    keras.optimizers.Optimizer. With a step of one's own also a dict of them. No two share a parameter."""
     train: Any = None
     """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, an hpctrain dataset, a torch
     Dataset, a tf.data.Dataset, or a function that returns one of these."""

@@ -171,3 +171,8 @@ class RateHook(BaseHook):
 def first_reason(reasons: Sequence[StopReason | None]) -> StopReason | None:
     """The first reason that is one."""
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def rate_hook(hooks: Sequence[Hook]) -> str | None:
+    """The class of the first that has a say in the learning rate, if there is one."""
+    return next((type(hook).__name__ for hook in hooks if isinstance(hook, RateHook)), None)

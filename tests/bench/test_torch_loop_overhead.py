@@ -12,21 +12,22 @@ from torch.nn import functional
 from hpctrain.comm.world import alone
 from tests.support.torch_tasks import cut, global_batches, make_framework, plain_model, sgd
 
-ALLOWED_S = 50e-6
+ALLOWED_S = 30e-6
 
 
-def median_seconds(steps: list[Callable[[], object]], rounds: int = 600) -> list[float]:
-    """Of each of several steps that take turns."""
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(rounds):
-        for step, taken in zip(steps, times, strict=True):
-            begin = time.perf_counter()
-            step()
-            taken.append(time.perf_counter() - begin)
-    return [statistics.median(taken[rounds // 10 :]) for taken in times]
+def seconds_of(step: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
 
 
-def test_a_step_costs_less_than_50_us_more_than_by_hand() -> None:
+def median_pair(first: Callable[[], object], second: Callable[[], object], rounds: int = 3000) -> tuple[float, float]:
+    """Seconds of the first of two steps in turns, and how many more the second takes than the one before it."""
+    pairs = [(seconds_of(first), seconds_of(second)) for _ in range(rounds)][rounds // 10 :]
+    return statistics.median(one for one, _ in pairs), statistics.median(other - one for one, other in pairs)
+
+
+def test_a_step_costs_less_than_30_us_more_than_by_hand() -> None:
     torch.set_num_threads(1)
     batch = next(global_batches(1))
     parts = cut(batch, 0, 1)
@@ -46,6 +47,6 @@ def test_a_step_costs_less_than_50_us_more_than_by_hand() -> None:
         framework.set_learning_rate(0.5)
         return framework.step(parts, 30)
 
-    hand, framework_s = median_seconds([by_hand, ours])
-    print(f"by hand {hand * 1e6:.1f} us, ours {framework_s * 1e6:.1f} us")
-    assert framework_s - hand < ALLOWED_S
+    hand_s, more_s = median_pair(by_hand, ours)
+    print(f"by hand {hand_s * 1e6:.1f} us, ours {more_s * 1e6:.1f} us more")
+    assert more_s < ALLOWED_S

@@ -34,6 +34,15 @@ def test_two_optimizers_on_ranks_train_as_keras_does_in_one_process(ranks: int) 
         assert found["reducer"]
 
 
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_of_tables_train_as_keras_does_in_one_process(ranks: int) -> None:
+    """A table is updated alone, by rows, and together with all else, whole."""
+    found = results(ranks)["looked up"]
+    assert found["weights"] < 1e-6 and len(set(found["hashes"])) == 1
+    assert found["tables"] == ([1, 1] if ranks > 1 else [1, 0])
+
+
 @pytest.mark.world_size(2)
 def test_what_cannot_be_exchanged_is_said_on_all_ranks() -> None:
     found = results(2)

@@ -32,7 +32,8 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
-    found: dict[str, Any] = run("tensorflow_training.py", ranks, *EVERYWHERE, *(ELSEWHERE if ranks == 2 else ()))
+    more = {1: ("tables",), 2: (*ELSEWHERE, "tables")}.get(ranks, ())
+    found: dict[str, Any] = run("tensorflow_training.py", ranks, *EVERYWHERE, *more)
     return found
 
 
@@ -77,6 +78,17 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
     assert len(set(found["hashes"])) == len(set(found["uneven"])) == 1, "moving statistics included"
     totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
     np.testing.assert_allclose(*totals, rtol=1e-9)
+
+
+@pytest.mark.world_size(2)
+def test_rows_of_embeddings_train_as_one_process_does() -> None:
+    found, one = results(2)["tables"], results(1)["tables"]
+    assert list(found) == ["sgd, mpi", "sgd, horovod", "adagrad, mpi", "clipped momentum, mpi", "adam, mpi"]
+    for name, run_ in found.items():
+        wanted = one[f"{name.partition(',')[0]}, none"]
+        assert run_["by rows"] and len(set(run_["hashes"])) == 1 and run_["slots"][0] == run_["slots"][1], name
+        np.testing.assert_allclose(run_["losses"], wanted["losses"], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(run_["weights"], wanted["weights"], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.world_size(4)

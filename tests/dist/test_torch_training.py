@@ -118,6 +118,7 @@ def test_batchnorm_over_all_ranks_in_own_steps_is_that_of_one_process() -> None:
     found, wanted = results(2)["own-joined"], results(1)["own-joined"]
     np.testing.assert_allclose(found["weights"], wanted["weights"], rtol=1e-9, atol=1e-12)
     assert len(set(found["hashes"])) == len(set(found["pieces"])) == 1
+    np.testing.assert_allclose(found["own"], found["plain"], rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:

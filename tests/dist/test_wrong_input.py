@@ -18,6 +18,7 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.dist.conftest import Ended
 from tests.dist.programs import launch_task
+from tests.support import combined_tasks
 from tests.support.command import (
     HPCTRAIN,
     endings,
@@ -28,6 +29,7 @@ from tests.support.command import (
     reaches_step,
     started,
     wait_for,
+    write_run,
 )
 from tests.support.mpi import Result, rank_environment, run_in_group
 
@@ -103,6 +105,19 @@ def test_wrong_data(tmp_path, make, parts):
     refused(result, 64, *parts)
     assert endings(tmp_path / "run") == ["failed", "failed"]
     assert_explained(tmp_path / "run", "user_error", "data.h5")
+
+
+def test_what_does_not_go_together_on_several_ranks_is_said_once(tmp_path):
+    path = write_run(
+        tmp_path,
+        task=f"{combined_tasks.__file__}:task",
+        task_args={"uses": ["JOINT_LAYERS"]},
+        run_dir=str(tmp_path / "run"),
+        train={"steps": 1, "global_batch": 8, "compile": True},
+    )
+    result = run_on_two(path)
+    refused(result, 64, "train.compile is true, and a layer of the model normalises over all ranks", "plain BatchNorm")
+    assert endings(tmp_path / "run") == ["failed", "failed"]
 
 
 def test_a_dataset_that_the_task_wants_is_missing(tmp_path):

@@ -141,6 +141,7 @@ class Cluster:
         scratch.mkdir(exist_ok=True)
         script = (
             f"hostname {name} && mount -t tmpfs none /dev/shm && mount -t tmpfs none {scratch} && "
+            f"mount --bind {self.folder / 'hosts'} /etc/hosts && "
             f"exec slurmd -D -f {self.environment['SLURM_CONF']} -N {name}"
         )
         isolated = [
@@ -204,6 +205,7 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     )
     # Fake GPUs must be device files.
     (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/tty[0-1]\n")
+    (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(NODES)}\n{Path('/etc/hosts').read_text()}")
     (folder / "state").mkdir(exist_ok=True)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)

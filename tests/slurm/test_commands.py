@@ -36,6 +36,19 @@ def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], l
     assert [worker.partition(":")[0] for worker in configs[0]["cluster"]["worker"]] == ["n1", "n1", "n2", "n2"]
 
 
+def test_a_script_for_torchrun_gives_its_numbers_on_two_nodes_and_its_death_is_explained(
+    new_run: Callable[..., Run],
+) -> None:
+    script = Path(__file__).parents[1] / "dist" / "programs" / "foreign_ddp.py"
+    run = new_run(launch={"command": ["python", str(script), "die"], "ranks_per_node": 1, "max_failures": 1})
+    job = run.submit()
+    assert run.wait(job, "FAILED", "COMPLETED") == "FAILED", run.log()
+    assert "weights -0.104762" in run.log(), "what torchrun --standalone --nproc-per-node 2 prints"
+    verdict = Attempts(run.dir).info()["attempts"][-1]["verdict"]
+    assert (verdict["rank"], verdict["host"]) == (1, "n2")
+    assert "the disk of the data is gone" in verdict["reason"]
+
+
 COUNTING = """\
 import os, pathlib, signal, sys, time
 # Counts to 8 and keeps the count in a file, one a rank; exits 75 when it is asked to stop.

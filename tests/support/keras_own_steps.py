@@ -237,6 +237,38 @@ class Halves(Late):
             optimizer.apply(gradients, weights)
 
 
+class Lookup(keras.Model):
+    """A large table, which SGD updates by rows, and the layers behind it, which another optimizer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden, self.head = layers.Embedding(40_000, 8), layers.Dense(8, "tanh"), layers.Dense(1)
+        self.table_optimizer = keras.optimizers.SGD(0.5)
+
+    def call(self, ids: Any) -> Any:
+        """One number a sample."""
+        return self.head(self.hidden(ops.mean(self.table(ids), axis=1)))
+
+    def train_step(self, data: Any) -> Any:
+        """One update of each; the table and its first layer once more, by another."""
+        ids, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = ops.mean((self(ids)[:, 0] - y) ** 2)
+        table, others = self.table.trainable_weights, self.hidden.trainable_weights + self.head.trainable_weights
+        self.table_optimizer.apply(tape.gradient(loss, table), table)
+        self.optimizer.apply(tape.gradient(loss, [*others, *table]), [*others, *table])
+        return {"loss": loss}
+
+
+def lookup_task() -> KerasTask:
+    """With ids that occur several times, within samples and between them."""
+    random = np.random.default_rng(6)
+    ids = random.integers(0, 99, (SAMPLES, 5)).astype(np.int32) * 400
+    model = Lookup()
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    return KerasTask(model=model, train={"ids": ids, "y": random.normal(size=SAMPLES).astype(np.float32)})
+
+
 def framework_of(make: Callable[[], KerasTask], world: World, kind: Any = "auto", **train: Any) -> KerasFramework:
     """A framework around a task, as a run makes it."""
     begin_task(7, train.get("precision", "fp32"), world.local_rank)

@@ -103,6 +103,24 @@ def normalised(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
+def distance(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """A plain mean."""
+    return (outputs - batch["view"]).square().mean()
+
+
+def cut_step(ctx: Any, batch: dict[str, Tensor]) -> None:
+    """What the step of a task without one does."""
+    for part in ctx.split(batch):
+        ctx.backward(distance(ctx.model(part["x"]), part))
+    ctx.update()
+
+
+def with_batchnorm(step: Callable[..., Any] | None) -> TorchTask:
+    """One model, with a step or without."""
+    model = normalised(6, 6)
+    return TorchTask(model, distance, torch.optim.SGD(model.parameters(), 0.05), samples(), step=step)
+
+
 def pair_loss(points: Tensor, views: Tensor, first: int = 0) -> Tensor:
     """InfoNCE: each point against all views; ``first`` is the number of the first point's own view."""
     scores = functional.normalize(points, dim=1) @ functional.normalize(views, dim=1).T / 0.1
@@ -158,12 +176,15 @@ def make_framework(
     return open_torch(task(), world, config, IntervalClock(), choice(config.reduce, world, way))
 
 
-def train(framework: TorchFramework, steps: int, begin: int = 0) -> list[dict[str, float]]:
-    """What each step reported, averaged over the ranks."""
+def train(framework: TorchFramework, steps: int, begin: int = 0, pieces: int = 1) -> list[dict[str, float]]:
+    """What each step reported, averaged over the ranks; a rank's part of a batch comes in pieces."""
     group = framework.world.data
     reported = []
     for batch in list(global_batches(steps))[begin:]:
-        sums = framework.step([part_of_rank(batch, framework.world)], len(batch["x"])).sums()
+        mine = part_of_rank(batch, framework.world)
+        rows = [part_of(len(mine["x"]), number, pieces) for number in range(pieces)]
+        cut = [{name: array[each] for name, array in mine.items()} for each in rows]
+        sums = framework.step(cut, len(batch["x"])).sums()
         totals = group.sum(np.array([sums[name] for name in sorted(sums)]), "average what is reported")
         reported.append({name: pair[0] / pair[1] for name, pair in zip(sorted(sums), totals, strict=True)})
     return reported

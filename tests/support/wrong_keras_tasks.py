@@ -100,6 +100,7 @@ WRONG: dict[str, Any] = {
     "no_return": lambda: made(model=NoReturn()),
     "optimizer_name": lambda: made(optimizer="adam"),
     "no_optimizer": lambda: made(optimizer=None),
+    "optimizers": lambda: made(optimizer=[keras.optimizers.Adam(), keras.optimizers.SGD()]),
     "no_loss": lambda: made(loss=None),
     "model_class": lambda: made(model=keras.Sequential),
     "numpy": lambda: made(loss=lambda outputs, batch: np.mean((np.argmax(outputs, 1) - batch["y"]) ** 2)),

@@ -107,11 +107,19 @@ class Away(nn.Linear):
         return super().forward(x.cuda())
 
 
+def twice(model: nn.Module) -> TorchTask:
+    """Two optimizers of the same parameters."""
+    return made(model=model, optimizer=[torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)])
+
+
 WRONG: dict[str, Any] = {
     "no_train": lambda: TorchTask(nn.Linear(4, 3), loss, torch.optim.SGD([torch.ones(1)])),
     "no_loss": lambda: made(loss=None),
     "no_optimizer": lambda: made(optimizer=None),
     "optimizer_name": lambda: made(optimizer="adam"),
+    "optimizers_none": lambda: made(optimizer=[]),
+    "optimizers_other": lambda: made(optimizer=[torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1), "adam"]),
+    "optimizers_twice": lambda: twice(nn.Linear(4, 3)),
     "other_parameters": lambda: made(optimizer=torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
     "no_super": lambda: made(model=NoSuper()),
     "lazy": lambda: made(model=nn.LazyLinear(3)),

@@ -16,7 +16,7 @@ import hpctrain
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in hpctrain.__all__ if name != "__version__"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
+PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 
 
 def imported_for_type_checkers() -> dict[str, str]:

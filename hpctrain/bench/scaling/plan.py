@@ -135,7 +135,7 @@ def _training(
         global_batch=batch,
         batch_per_rank=None,
         eval_every_epochs=None,
-        eval_every_steps=None,
+        eval_every_steps=steps,
         early_stop=EarlyStopConfig(),
         threads=config.train.threads or threads,
     )

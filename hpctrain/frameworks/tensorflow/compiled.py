@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hpctrain.config.combinations import Feature, refusal
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.holdings import optimizers_in
 from hpctrain.frameworks.tensorflow.losses import MEANS, as_loss, refuse_masked
@@ -144,10 +145,7 @@ def with_own_optimizers(task: KerasTask, fields: Sequence[str]) -> KerasTask:
             "compile the model before the task returns it: model.compile(optimizer=keras.optimizers.Adam(1e-3))",
         )
     if task.optimizer is not None and all(task.optimizer is not one for one in found.values()):
-        raise UserError(
-            f"{type(model).__name__} has a train_step of its own, which does not use optimizer= of the task",
-            "leave it out, and compile the model with it: model.compile(optimizer=...)",
-        )
+        raise refusal({Feature.TRAIN_STEP: type(model).__name__, Feature.OTHER_OPTIMIZER: True})
     optimizers = {"" if path == "optimizer" else path: one for path, one in found.items()}
     loss = None if task.loss is None else as_loss(task.loss, fields)
     forward = functools.partial(of_fit, task.fit_data) if task.forward is first_field else task.forward

@@ -13,6 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refusal, refuse, used
 from hpctrain.config.sections import Config
 from hpctrain.data import Samples
 from hpctrain.errors import UserError
@@ -25,9 +26,10 @@ from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.leaves import KerasLeaves
 from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, trains_itself
-from hpctrain.frameworks.tensorflow.own_step import OwnStep, refuse_with_own_step
+from hpctrain.frameworks.tensorflow.own_step import OwnStep
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.frameworks.tensorflow.sparse import sparse_variables
 from hpctrain.frameworks.tensorflow.state import (
     VariableTensor,
     digest,
@@ -40,12 +42,13 @@ from hpctrain.frameworks.tensorflow.step import Judge, Step
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm, joint_layers
 from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
+from hpctrain.reduce.tensorflow_sparse import Gradients
 from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.framework import HostBatch, Sums
+from hpctrain.train.hooks import rate_hook
 from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
@@ -77,6 +80,7 @@ class ReadyTask:
     named: Named
     averages: Sequence[tf.Variable]
     """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
+    travelling: Gradients
     reducers: KerasReducers
     reducer: Reducer | None
     """None if it has to be measured."""
@@ -104,15 +108,15 @@ class KerasFramework:
         self.task, self.world, self.group, self.config, self.clock = task, world, world.data, config, clock
         self.joint = ready.joint
         self.choice, self.reducers, self.reducer = choice, ready.reducers, ready.reducer
-        self.pieces, self.named, self.averages = ready.reducers.pieces, ready.named, ready.averages
+        self.travelling, self.named, self.averages = ready.travelling, ready.named, ready.averages
         self.objects, self.leaves = kept_objects(task), KerasLeaves()
         self.own = OwnStep(task, config, self.group, clock, self.averages) if trains_itself(task.model) else None
         """In place of ``passes.gradients``, ``update`` and ``steps``."""
         self.example: HostBatch | None = None
         """A batch for a model's own step on a rank without samples."""
-        self.passes = Passes(task, self.pieces, config.reduce.sparse, train.compile, self.averages, ready.joint)
+        self.passes = Passes(task, self.travelling, config.reduce.sparse, train.compile, self.averages, ready.joint)
         decay = train.ema_decay or 0.0
-        self.update = Update(task.optimizer, variables, self.pieces, train.compile, self.averages, decay)
+        self.update = Update(task.optimizer, variables, self.travelling, train.compile, self.averages, decay)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
@@ -141,22 +145,18 @@ class KerasFramework:
     def gradient_bytes(self) -> int:
         if self.own is not None and self.own.updates is not None:
             return self.own.gradient_bytes
-        return 4 * self.pieces.layout.gradients
+        return 4 * self.travelling.pieces.layout.gradients
 
     def set_learning_rate(self, factors: Factors) -> None:
         """Keras optimizers have one rate."""
         if isinstance(factors, (Sequence, OwnRates)):
-            fix = "return one number: a Keras optimizer has one learning rate"
-            raise UserError("the task's schedule gives a factor for each parameter group", fix)
+            raise refusal({Feature.KERAS: True, Feature.GROUP_RATES: True})
         factor = factors
         known = [(optimizer, rate) for optimizer, rate in self.rates if rate is not None]
         if len(known) < len(self.rates):
             if factor != 1.0:
-                raise UserError(
-                    f"both the {'run file' if self.task.schedule is None else 'task'}'s schedule and the Keras "
-                    "optimizer's own change the learning rate",
-                    "give the optimizer a number as its learning rate, or leave the schedule to it",
-                )
+                given = Feature.SCHEDULE if self.task.schedule is None else Feature.TASK_SCHEDULE
+                raise refusal({Feature.KERAS_SCHEDULE: True, given: True})
         elif factor != self.factor:
             for optimizer, rate in known:
                 optimizer.learning_rate.assign(rate * factor)
@@ -223,7 +223,8 @@ class KerasFramework:
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             with self._joint_statistics(batches):
-                np.asarray(add_up(self._gradients(batches, global_samples))[-1])  # waits for a device
+                _, pieces = self.travelling.apart(self._gradients(batches, global_samples))
+                np.asarray(add_up(pieces)[-1])  # waits for a device
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
@@ -266,12 +267,12 @@ class KerasFramework:
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""
-        pieces: list[tf.Tensor] = []
+        tensors: list[tf.Tensor] = []
         for index, batch in enumerate(batches):
             self._begin_micro_batch(index)
             more = self.passes.gradients(batch, *self._scalars(global_samples))
-            pieces = [old + new for old, new in zip(pieces, more, strict=True)] if pieces else more
-        return pieces or self.pieces.zeros()
+            tensors = self.travelling.added(tensors, more) if tensors else more
+        return tensors or self.travelling.zeros()
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's share, and the loss scale."""
@@ -345,6 +346,7 @@ class KerasFramework:
         if self.reducer:
             self.reducer.close()
             self.reducer = self.steps = None
+        self.travelling.close()
         if self.joint:
             self.joint.close()
             self.joint = None
@@ -366,17 +368,18 @@ def open_keras(
         UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
             models differ, or the reducer that the configuration names cannot be used.
     """
-    refuse_what_cannot_work(task, config)
-    layers = joint_layers(task.model, config.train.sync_batchnorm) if world.data.size > 1 else []
-    if layers and config.train.compile:
-        fix = "leave train.compile out, or synchronized=True"
-        raise UserError(f"train.compile is true, and {layers[0].path} normalises over all ranks", fix)
-    joint = SyncBatchNorm(layers, world.data, clock) if layers else None
+    require_trainable(task)
+    layers = joint_layers(task.model, config.train.sync_batchnorm)
+    refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers, world.data.size))
+    joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
-    reducers = KerasReducers(Pieces(variables))
+    own = trains_itself(task.model)
+    sparse = [] if own else sparse_variables(variables, task.model, task.optimizer, config, world.data.size)
+    travelling = Gradients(variables, sparse, world.data)
+    reducers = KerasReducers(travelling.pieces)
     reducer: Reducer | None = None
-    if not trains_itself(task.model):
+    if not own:
         reducer = choice.known(reducers)
         task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
@@ -390,7 +393,7 @@ def open_keras(
     broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
     averaged = variables if config.train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
-    ready = ReadyTask(task, named, averages, reducers, reducer, joint)
+    ready = ReadyTask(task, named, averages, travelling, reducers, reducer, joint)
     framework = KerasFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
@@ -418,32 +421,47 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(optimizer.learning_rate)
 
 
-def refuse_what_cannot_work(task: KerasTask, config: Config) -> None:
-    """Raises UserError if training could not work, or would not do what it says."""
+def require_trainable(task: KerasTask) -> None:
+    """Raises UserError if a model cannot be trained."""
     if keras.backend.backend() != "tensorflow":
         raise UserError(
             f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
             "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
         )
-    own = trains_itself(task.model)
-    if own:
-        refuse_with_own_step(task, config)
-    if not own and not task.model.built:
+    if not trains_itself(task.model) and not task.model.built:
         raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
     if not task.model.trainable_variables:
         raise UserError("the Keras model has no weight to train", "leave some layers trainable")
-    held = optimizers_in(task.optimizer).values()
-    if isinstance(task.optimizer, keras.optimizers.LossScaleOptimizer) or (
-        own and any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in held)
-    ):
-        raise UserError(
-            "the optimizer is a LossScaleOptimizer",
-            "give the inner one: train.precision: fp16 scales the loss by itself",
-        )
-    policy = POLICIES[config.train.precision]
-    used = {layer.dtype_policy.name for layer in task.model._flatten_layers()}
-    if config.train.precision != "fp32" and policy not in used:
-        raise UserError(
-            f"train.precision is {config.train.precision} but no layer of the Keras model computes in it",
-            f"call keras.config.set_dtype_policy({policy!r}) before the model is made",
-        )
+
+
+def model_features(
+    task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer], ranks: int
+) -> dict[Feature, Any]:
+    """What a task's model and optimizer use.
+
+    Args:
+        task: with what its model brings along.
+        policy: of layers that compute in the run's precision.
+        layers: that normalise over all ranks.
+        ranks: that the model is trained on.
+    """
+    model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
+    optimizers = list(optimizers_in(task.optimizer).values())
+    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
+    scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
+    given = {
+        Feature.FP32_MODEL: policy not in policies,
+        Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
+        Feature.KERAS: True,
+        Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
+        Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
+        Feature.METRICS: bool(task.metrics),
+        Feature.NO_JUDGE: task.loss is None and not tests,
+        Feature.RANKS: ranks > 1 and ranks,
+        Feature.RATE_HOOK: rate_hook(task.hooks),
+        Feature.TASK_SCHEDULE: task.schedule is not None,
+        Feature.TEST_STEP: tests,
+        Feature.TRAIN_STEP: trains and type(model).__name__,
+        Feature.VALIDATION: task.validation is not None,
+    }
+    return used(given)

@@ -17,17 +17,17 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.holdings import optimizers_in
 from hpctrain.frameworks.tensorflow.intercept import Apply, intercepted
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, scalars, tested
-from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, dense
+from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, refused_or_dense
 from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
+from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, sparse_variables, updates_rows_alone
 from hpctrain.frameworks.tensorflow.state import model_tensors
 from hpctrain.frameworks.tensorflow.step import like
-from hpctrain.frameworks.tensorflow.sync_batchnorm import joint_layers
 from hpctrain.frameworks.update import NotFinite
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer
+from hpctrain.reduce.tensorflow_sparse import Gradients
 from hpctrain.tasks.blame import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
@@ -41,7 +41,8 @@ class Update:
     """What one ``apply`` of a step changes."""
 
     optimizer: str
-    """Its path in the model."""
+    """Path in the model of ``by``."""
+    by: keras.optimizers.Optimizer
     variables: Variables
     """Those that have a gradient."""
 
@@ -83,7 +84,7 @@ class Tracing:
                 f"train_step gives {name} no gradient at all: what it differentiates does not depend on the weights",
                 "compute the loss inside of tf.GradientTape, by operations that have gradients, unlike argmax",
             )
-        self.updates.append(Update(name, tuple(present)))
+        self.updates.append(Update(name, optimizer, tuple(present)))
         return gradients, variables
 
 
@@ -190,14 +191,14 @@ class OwnStep:
     def __init__(
         self, task: KerasTask, config: Config, group: Group, clock: StepClock, averages: Sequence[tf.Variable] = ()
     ) -> None:
-        self.task, self.group, self.sparse = task, group, config.reduce.sparse
+        self.task, self.group, self.config = task, group, config
         self.averages, self.decay = averages, config.train.ema_decay or 0.0
         self.meeting = Meeting(clock)
         self.must_agree = group.size > 1
         """Whether weights that the step changes by this rank's own values are refused: on one rank it may."""
         self.updates: list[Update] | None = None
         """Those of one step, once it has been planned."""
-        self.pieces: dict[Any, Pieces] = {}
+        self.travelling: dict[Any, Gradients] = {}
         self.reducers: dict[Any, Reducer] = {}
         """By the variables whose gradients travel together."""
         self.run = Traced(self._run, compiled=False, autograph=False)
@@ -222,19 +223,31 @@ class OwnStep:
                 f"train_step of rank {odd[0]} updates other weights than that of rank 0, or in another order",
                 "make the same updates on every rank: only data may depend on the rank",
             )
-        self.pieces = {key(one.variables): Pieces(one.variables) for one in updates}
-        largest, *others = sorted(self.pieces, key=lambda each: -self.pieces[each].layout.gradients)
-        reducers = {each: KerasReducers(pieces) for each, pieces in self.pieces.items()}
-        zeros = self.pieces[largest].zeros()
+        self.travelling = {key(one.variables): self._travelling(one) for one in updates}
+        largest, *others = sorted(self.travelling, key=lambda each: -self.travelling[each].pieces.layout.gradients)
+        reducers = {each: KerasReducers(gradients.pieces) for each, gradients in self.travelling.items()}
+        zeros = self.travelling[largest].pieces.zeros()
         first = choice.reducer(reducers[largest], lambda reducer: np.asarray(reducer.sum(zeros)[-1]))
         self.reducers = {largest: first}
         for each in others:
             self.reducers[each] = reducers[each].open(Candidate.parse(first.name), self.group)
 
+    def _travelling(self, update: Update) -> Gradients:
+        """Its gradients. Collective."""
+        sparse = sparse_variables(update.variables, self.task.model, update.by, self.config, self.group.size)
+        return Gradients(update.variables, sparse, self.group)
+
+    def _tables_by_rows(self) -> list[keras.Variable]:
+        """Those that an optimizer updates by rows alone."""
+        by_rows = [one for one in self.updates or [] if updates_rows_alone(one.by)]
+        return [table for one in by_rows for table in self.travelling[key(one.variables)].rows_of]
+
     def close(self) -> None:
         """Releases the reducers."""
         while self.reducers:
             self.reducers.popitem()[1].close()
+        while self.travelling:
+            self.travelling.popitem()[1].close()
 
     @property
     def reducer_name(self) -> str | None:
@@ -244,18 +257,19 @@ class OwnStep:
     @property
     def gradient_bytes(self) -> int:
         """Of one step."""
-        return 4 * sum(self.pieces[key(one.variables)].layout.gradients for one in self.updates or [] if self.pieces)
+        known = self.travelling
+        return 4 * sum(known[key(one.variables)].pieces.layout.gradients for one in self.updates or [] if known)
 
     def _run(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
         tracing = new_tracing(self.task)
 
         def exchange(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
             gradients, variables = tracing.known(optimizer, gradients, variables)
-            apply(self._summed(tracing, share, gradients, variables), variables)
+            apply(self._summed(tracing, share, optimizer, gradients, variables), variables)
 
         model = self.task.model
         model.reset_metrics()
-        with intercepted(exchange):
+        with intercepted(exchange), rows_read_alone(self._tables_by_rows()):
             logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
         for average, variable in zip(self.averages, model.trainable_variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.decay))
@@ -264,7 +278,12 @@ class OwnStep:
         return logs
 
     def _summed(
-        self, tracing: Tracing, share: tf.Tensor, gradients: Sequence[Any], variables: Sequence[keras.Variable]
+        self,
+        tracing: Tracing,
+        share: tf.Tensor,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        variables: Sequence[keras.Variable],
     ) -> list[Any]:
         """Means over the samples of the global batch, in place of those over this rank's part."""
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -274,23 +293,32 @@ class OwnStep:
                 f"train_step updates other weights by {tracing.updates[-1].optimizer} than it did when it was planned",
                 "make the same updates in every step",
             )
-        pieces, reducer = self.pieces[known], self.reducers[known]
-        packed = pieces.pack_with([dense(variables[each], gradients[each], self.sparse) for each in present], {})
-        part = tf.cast(share, pieces.dtype)
-        *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in packed]  # 0 of a rank without samples
-        with tf.control_dependencies([*mine, *tracing.done]):
+        travelling, reducer = self.travelling[known], self.reducers[known]
+        given = [gradients[each] for each in present]
+        ready = refused_or_dense(travelling, [variables[each] for each in present], given, self.config.reduce.sparse)
+        rows, pieces = travelling.apart(travelling.pack_with(ready, {}))
+        part = tf.cast(share, travelling.pieces.dtype)
+        rows = travelling.tables.scaled(rows, part)
+        *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # 0 of a rank without samples
+        with tf.control_dependencies([*mine, *rows, *tracing.done]):
             slots = like(slots, tf.numpy_function(self.meeting.arrive, [slots], slots.dtype))
         with tf.control_dependencies([slots]):
             *sums, slots = reducer.sum([*mine, slots])
-        square = slots[SQUARE]
-        own = tf.cond(tf.math.is_finite(square), lambda: square, lambda: tf.add_n([tf.nn.l2_loss(one) for one in mine]))
-        with tf.control_dependencies(sums):
+        own_rows = rows
+        if rows:
+            with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
+                rows = travelling.tables.sum([tf.identity(tensor) for tensor in rows])
+        square = slots[SQUARE] + tf.cast(travelling.tables.square(rows), slots.dtype)
+        norms = [tf.cast(tf.nn.l2_loss(one), slots.dtype) for one in (*mine, *own_rows[1::2])]
+        own = tf.cond(tf.math.is_finite(square), lambda: square, lambda: tf.add_n(norms))
+        with tf.control_dependencies([*sums, *rows]):
             tracing.done = [tf.numpy_function(self.meeting.leave, [square, own], tf.bool)]
         with tf.control_dependencies(tracing.done):
-            sums = [tf.identity(total) for total in sums]
-        tracing.summed += sums
+            sums, rows = [tf.identity(total) for total in sums], [tf.identity(tensor) for tensor in rows]
+        tracing.summed += [*sums, *rows]
         found: list[Any] = [None] * len(variables)
-        for each, total in zip(present, pieces.unpack(sums), strict=True):
+        totals = travelling.unpack(rows, sums, updates_rows_alone(optimizer))
+        for each, total in zip(present, totals, strict=True):
             found[each] = tf.cast(total, variables[each].dtype)
         return found
 
@@ -313,40 +341,3 @@ class OwnStep:
 def key(variables: Sequence[keras.Variable]) -> tuple[int, ...]:
     """Of those whose gradients travel together."""
     return tuple(id(variable) for variable in variables)
-
-
-def refuse_with_own_step(task: KerasTask, config: Config) -> None:
-    """Raises UserError for what does not go with a ``train_step`` of the model's own, which makes its own updates."""
-    train = config.train
-    rows: dict[str, tuple[bool, str]] = {
-        f"train.accumulate: {train.accumulate}": (
-            train.accumulate > 1,
-            "give the optimizer gradient_accumulation_steps, or leave train.accumulate out",
-        ),
-        f"train.clip_norm: {train.clip_norm}": (
-            train.clip_norm is not None,
-            "give the optimizers global_clipnorm: they see the gradient of the global batch",
-        ),
-        "train.precision: fp16": (
-            train.precision == "fp16",
-            "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
-        ),
-        "train.compile": (train.compile, "leave train.compile out: ranks meet inside of the step"),
-        "BatchNormalization over all ranks": (
-            bool(joint_layers(task.model, train.sync_batchnorm)),
-            "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
-        ),
-        "metrics= of the task": (
-            bool(task.metrics) and evaluates_itself(task.model),
-            "return them from test_step, or leave test_step out and give the task loss= and metrics=",
-        ),
-    }
-    for name, (is_given, fix) in rows.items():
-        if is_given:
-            raise UserError(f"{name} does not go with the train_step of {type(task.model).__name__}", fix)
-    if task.validation is not None and task.loss is None and not evaluates_itself(task.model):
-        raise UserError(
-            f"{type(task.model).__name__} has a train_step of its own and the task has validation data, but nothing "
-            "says how to evaluate",
-            "write test_step(self, data), give the task loss=, or leave validation= out",
-        )

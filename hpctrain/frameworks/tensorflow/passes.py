@@ -15,9 +15,10 @@ import tensorflow as tf
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.compiled import CompiledLoss
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, predicts_itself, tested
+from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, updates_rows_alone
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
-from hpctrain.reduce.tensorflow_pieces import Pieces
+from hpctrain.reduce.tensorflow_sparse import Gradients
 from hpctrain.tasks.blame import words
 from hpctrain.tasks.definition import KerasTask
 
@@ -80,7 +81,7 @@ class Passes:
     def __init__(
         self,
         task: KerasTask,
-        pieces: Pieces,
+        travelling: Gradients,
         sparse: str,
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
@@ -88,8 +89,8 @@ class Passes:
     ) -> None:
         """
         Args:
-            pieces: of the trainable variables' gradients.
-            sparse: ``densify`` or ``refuse``, for gradients of embeddings.
+            travelling: the trainable variables' gradients.
+            sparse: ``reduce.sparse``.
             compiled: let XLA compile the forward and backward pass.
             averages: what evaluation and prediction use in place of the trainable variables, if there are any.
             joint: what joins the statistics of BatchNormalization layers, if that is wanted on several ranks.
@@ -97,13 +98,16 @@ class Passes:
         self.joint = joint
         self.task = task
         self.variables = task.model.trainable_variables
-        self.pieces = pieces
+        self.travelling = travelling
+        by_rows = bool(travelling.rows_of) and updates_rows_alone(task.optimizer)
+        self.by_rows = travelling.rows_of if by_rows else []
+        """Tables that are updated by rows alone."""
         self.sparse = sparse
         self.weighted: bool | None = None
         """Whether the task's loss gives a weight, once it is known."""
         self.averages = averages
         self.gradients = Traced(self._gradients if joint is None else self._joint_gradients, compiled)
-        """gradients(batch, share, loss_scale) -> pieces: of the loss' sum over the batch times both.
+        """gradients(batch, share, loss_scale) -> what travels: of the loss' sum over the batch times both.
 
         ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
         """
@@ -122,10 +126,9 @@ class Passes:
         gradients = tape.gradient(target, [variable.value for variable in self.variables])
         if all(gradient is None for gradient in gradients):
             raise loss_of_nothing()
-        pairs = zip(self.variables, gradients, strict=True)
-        known = [dense(variable, gradient, self.sparse) for variable, gradient in pairs]
+        known = refused_or_dense(self.travelling, self.variables, gradients, self.sparse)
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.pieces.pack_with(known, slots)
+        return self.travelling.pack_with(known, slots)
 
     def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         assert self.joint is not None, "see __init__"
@@ -159,7 +162,8 @@ class Passes:
     def outputs(self, batch: Tensors, training: bool) -> Any:
         """Of the model, in full precision."""
         self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
-        outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
+        with rows_read_alone(self.by_rows):
+            outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
         return None if outputs is None else tf.nest.map_structure(full_precision, outputs)
 
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
@@ -177,8 +181,23 @@ def loss_of_nothing() -> UserError:
     )
 
 
+def refused_or_dense(
+    travelling: Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
+) -> list[Any]:
+    """Gradients as they are exchanged: those of tables as they are, all others dense.
+
+    Args:
+        sparse: ``reduce.sparse``.
+
+    Raises:
+        UserError: a gradient is sparse, and that is refused.
+    """
+    triples = zip(travelling.is_table, variables, gradients, strict=True)
+    return [given if is_table else dense(variable, given, sparse) for is_table, variable, given in triples]
+
+
 def dense(variable: keras.Variable, gradient: Any, sparse: str) -> tf.Tensor:
-    """A gradient as it is exchanged; zeros for None. Raises UserError if it is sparse and that is refused."""
+    """A gradient; zeros for None. Raises UserError if it is sparse and that is refused."""
     if gradient is None:
         return tf.zeros(variable.shape)
     if isinstance(gradient, tf.IndexedSlices) and sparse == "refuse":
@@ -246,21 +265,22 @@ class Update:
         self,
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
-        pieces: Pieces,
+        travelling: Gradients,
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
         ema_decay: float = 0.0,
     ) -> None:
         self.optimizer = optimizer
         self.variables = variables
-        self.pieces = pieces
+        self.travelling = travelling
         self.averages = averages
         self.ema_decay = ema_decay
         self.run = tf.function(self._run, jit_compile=compiled or None)
-        """run(pieces) -> True: with gradients of the global batch; slots are left out."""
+        """run(rows, pieces) -> True: with gradients of the global batch; slots are left out."""
 
-    def _run(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        gradients = zip(self.pieces.unpack(pieces), self.variables, strict=True)
+    def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        unpacked = self.travelling.unpack(rows, pieces, updates_rows_alone(self.optimizer))
+        gradients = zip(unpacked, self.variables, strict=True)
         self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
         for average, variable in zip(self.averages, self.variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))

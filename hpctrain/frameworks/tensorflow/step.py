@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Traced, Update
 from hpctrain.frameworks.update import NotFinite, UpdateRule
-from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT, read_slots
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.tensorflow_reducer import Reducer
 from hpctrain.train.clock import Phase, StepClock
 
@@ -61,36 +61,43 @@ class Step:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False, autograph=False)
         """whole(batch, share, loss_scale): all of an update from one batch; arguments as those of Passes.gradients."""
-        self.complete = tf.function(self._complete, autograph=False)
-        """complete(pieces): the rest of an update, from this rank's gradients."""
+        self.travelling = passes.travelling
+        self.complete = tf.function(self._complete, autograph=False, input_signature=[self.travelling.specs()])
+        """complete(gradients): the rest of an update, from this rank's gradients."""
 
     def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> None:
         self._complete(self.passes.gradients(batch, share, loss_scale))
 
-    def _complete(self, pieces: Sequence[tf.Tensor]) -> None:
-        *gradients, slots = pieces
-        with tf.control_dependencies(gradients):
+    def _complete(self, tensors: Sequence[tf.Tensor]) -> None:
+        rows, (*gradients, slots) = self.travelling.apart(tensors)
+        with tf.control_dependencies([*gradients, *rows]):
             slots = like(slots, tf.numpy_function(self.judge.arrive, [slots], slots.dtype))
         with tf.control_dependencies([slots]):
             *sums, slots = self.reducer.borrow([*gradients, slots])
-        with tf.control_dependencies(sums):
+        if rows:
+            with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
+                rows = self.travelling.tables.sum([tf.identity(tensor) for tensor in rows])
+            square = tf.cast(self.travelling.tables.square(rows), slots.dtype)
+            slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
+        with tf.control_dependencies([*sums, *rows]):
             factor = like(tf.zeros(()), tf.numpy_function(self.judge.decide, [slots], tf.float64))
         with tf.control_dependencies([factor]):
             if self.judge.rule.loss_scale is None:
-                done = self._update(sums, factor)
+                done = self._update(rows, sums, factor)
             else:
                 finite = tf.math.is_finite(factor)
-                done = tf.cond(finite, lambda: self._update(sums, factor), lambda: tf.constant(True))
+                done = tf.cond(finite, lambda: self._update(rows, sums, factor), lambda: tf.constant(True))
         if self.reducer.lends:
             with tf.control_dependencies([done]):
                 tf.raw_ops.Assert(condition=done, data=sums)  # holds them until the update is done
 
-    def _update(self, sums: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
+    def _update(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
         if self.judge.rule.needs_norm or self.passes.weighted is not False:
             sums = [total * tf.cast(factor, total.dtype) for total in sums]
+            rows = self.travelling.tables.scaled(rows, factor)
         elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
             sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
-        return self.update.run(sums)
+        return self.update.run(rows, sums)
 
 
 def like(tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
+from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError
+from hpctrain.frameworks.torch.optimizer import Part
+from hpctrain.frameworks.torch.sparse import of_sparse_adam
 
 
-def require_trainable(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], channels_last: bool, averages: bool
-) -> None:
+def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raises UserError if a model cannot be trained by one backward pass and one step of optimizers an update."""
     own = set()
     for name, parameter in model.named_parameters():
@@ -22,11 +24,6 @@ def require_trainable(
             raise UserError(
                 f"parameter {name} has no shape yet, since its layer is a lazy one",
                 "pass an example batch through the model before the task returns it",
-            )
-        if channels_last and parameter.ndim == 5:
-            raise UserError(
-                f"train.channels_last is for images, and parameter {name} has 5 dimensions",
-                "leave train.channels_last out",
             )
     if not optimizers:
         raise UserError(
@@ -39,16 +36,39 @@ def require_trainable(
             "the optimizer updates tensors that are not parameters of the task's model",
             "make it from model.parameters() of the model that the task returns",
         )
-    if averages and any(parameter.requires_grad and parameter.dtype.itemsize < 4 for parameter in model.parameters()):
-        raise UserError(
-            "train.ema_decay is given, but the model's parameters have 16 bits, which hold no slow average",
-            "keep the parameters in float32: train.precision computes in 16 bits",
-        )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise UserError(
             "LBFGS evaluates the loss several times an update, which a step over several ranks does once",
             "use an optimizer whose step needs no closure, such as AdamW",
         )
+
+
+def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int) -> dict[Feature, Any]:
+    """What a model and its optimizers use.
+
+    Args:
+        model: all of the task's as one.
+        parts: its optimizers.
+        joins: whether BatchNorm layers are to normalise over all ranks.
+        ranks: that the model is trained on.
+    """
+    volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
+    compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
+    half = [one for one in model.parameters() if one.requires_grad and one.dtype.itemsize < 4]
+    given = {
+        Feature.COMPILED_MODEL: next(iter(compiled), None),
+        Feature.HALF_PARAMETERS: bool(half),
+        Feature.JOINT_LAYERS: joins and "a layer of the model",
+        Feature.RANKS: ranks > 1 and ranks,
+        Feature.SPARSE_ADAM: next(of_sparse_adam(model, parts), None),
+        Feature.VOLUMES: next(iter(volumes), None),
+    }
+    return used(given)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """By the task: what such a part calls is not seen."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
 
 
 def require_scalar(loss: Tensor) -> None:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refusal
 from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
-from hpctrain.errors import UserError
 from hpctrain.frameworks.loss_scale import NAME as SCALE
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, plain_name
@@ -150,11 +150,8 @@ class TorchFramework:
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         self._for_training()
         if self.own is not None and global_samples < self.world.data.size:
-            raise UserError(
-                f"a batch of {global_samples} samples has none for some of the {self.world.data.size} ranks, each of "
-                "which takes part in an own step",
-                "set data.drop_last: true",
-            )
+            uses = {Feature.SHORT_BATCH: global_samples, Feature.RANKS: self.world.data.size}
+            raise refusal(uses | {Feature.OWN_STEP: True})
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
         self.updates += 1
@@ -411,6 +408,8 @@ class TorchFramework:
             parameter.data, average.data = average.data, parameter.data
 
     def _to_device(self, batch: HostBatch) -> dict[str, Tensor]:
+        if self.device.type == "cpu" and self.memory_format is torch.preserve_format:
+            return {name: writable(array) for name, array in batch.items()}
         return {name: self._tensor(array) for name, array in batch.items()}
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -435,7 +434,7 @@ class _NoClock:
 
 def writable(array: NDArray[Any]) -> Tensor:
     """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
-    return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else np.array(array))
+    return torch.from_numpy(array if array.flags.carray else np.array(array))
 
 
 def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:

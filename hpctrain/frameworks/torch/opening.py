@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import Config
-from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import plain_name, require_same_model
-from hpctrain.frameworks.torch.checks import require_trainable
+from hpctrain.frameworks.torch.checks import model_features, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memory_format_of
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.recompute import recompute
 from hpctrain.frameworks.torch.shares import shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
@@ -50,12 +51,12 @@ def open_torch(
     own = {"loss": task.loss, "forward": task.forward, "step": task.step}
     holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
     parts = holdings.parts()
-    require_trainable(model, [part.optimizer for part in parts], train.channels_last, train.ema_decay is not None)
-    joins = wants_joint_statistics(model, train.sync_batchnorm) and world.data.size > 1
-    if joins and train.compile:
-        fix = "leave train.compile out, or use BatchNorm in place of SyncBatchNorm"
-        raise UserError("train.compile is true, and layers of the model normalise over all ranks", fix)
+    require_trainable(model, [part.optimizer for part in parts])
+    ranks = world.data.size
+    joins = wants_joint_statistics(model, train.sync_batchnorm)
+    refuse(config.features() | model_features(model, parts, joins, ranks))
     shares = shares_of(task, model, parts)
+    recompute(model, train.recompute)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
@@ -70,7 +71,7 @@ def open_torch(
     reducers = ExchangesToChoose(
         {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
     )
-    joint = SyncBatchNorm(model, world.data, clock) if joins else None
+    joint = SyncBatchNorm(model, world.data, clock) if joins and ranks > 1 else None
     ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)

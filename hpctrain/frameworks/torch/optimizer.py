@@ -21,6 +21,45 @@ from hpctrain.train.state import ArrayTensor, StateTensor
 Group = dict[str, Any]
 
 
+class Together(Optimizer):
+    """Several optimizers that follow the same loss, as one.
+
+    Args:
+        each: no two of which update the same parameter.
+    """
+
+    def __init__(self, each: Sequence[Optimizer]) -> None:
+        super().__init__([group for one in each for group in one.param_groups], {})
+        self.each = tuple(each)
+
+    def step(self, closure: Any = None) -> Any:
+        """Each takes its own."""
+        for one in self.each:
+            one.step()
+
+
+def joined(optimizer: Any) -> Any:
+    """A task's optimizer, or several by name, where lists of them have become one.
+
+    Raises:
+        UserError: a list holds something else, nothing, or two optimizers of the same parameter.
+    """
+    if isinstance(optimizer, Mapping):
+        return {name: joined(one) for name, one in optimizer.items()}
+    if not isinstance(optimizer, (list, tuple)):
+        return optimizer
+    wrong = [type(one).__name__ for one in optimizer if not isinstance(one, Optimizer)]
+    if wrong or not optimizer:
+        told = f"holds {wrong[0]}, which is no torch.optim.Optimizer" if wrong else "is an empty list"
+        raise UserError(f"optimizer of the task {told}", "give a list of objects: [SparseAdam(...), Adam(...)]")
+    try:
+        return Together(optimizer)
+    except ValueError as error:
+        raise UserError(
+            f"the optimizers of the task do not go together: {error}", "give each parameter to one"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Part:
     """One of the optimizers that a task's optimizer is made of."""
@@ -63,8 +102,9 @@ class OptimizerState:
 
         Raises UserError if there are not as many factors as parameter groups.
         """
+        outermost = {id(group): place for place, group in self.rated_groups()}
         for place, group in self.rated_groups():
-            rate = self.initial_rates[place] * self._factor_of(place, factors)
+            rate = self.initial_rates[place] * self._factor_of(outermost[id(group)], factors)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

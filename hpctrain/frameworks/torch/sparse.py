@@ -9,7 +9,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import SGD, Adagrad, SparseAdam
 
 from hpctrain.errors import UserError
-from hpctrain.frameworks.torch.optimizer import Part
+from hpctrain.frameworks.torch.optimizer import Part, Together
 
 
 def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[Parameter]:
@@ -22,31 +22,33 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         mode: ``reduce.sparse``.
 
     Raises:
-        UserError: SparseAdam is used, and ``mode`` makes gradients dense; or what it updates is no table.
+        UserError: SparseAdam updates what is no table.
     """
     tables = {
         id(module.weight)
         for module in model.modules()
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }
-    found = []
+    found, of_adam = [], set(of_sparse_adam(model, parts))
+    updating = [part for part in parts if type(part.optimizer) is not Together]  # which itself updates nothing
     for name, parameter in model.named_parameters():
-        holders = [(part.optimizer, group) for part in parts for group in holding(part, parameter)]
-        needed = any(isinstance(optimizer, SparseAdam) for optimizer, _ in holders)
-        if needed and mode == "densify":
-            raise UserError(
-                f"SparseAdam updates {name}, and reduce.sparse is densify, which leaves it no sparse gradient",
-                "leave reduce.sparse at auto, or use Adam",
-            )
+        holders = [(part.optimizer, group) for part in updating for group in holding(part, parameter)]
+        needed = name in of_adam
         if needed and parameter.ndim != 2:
             raise UserError(
                 f"SparseAdam updates {name}, which has {parameter.ndim} axes",
-                "give it the tables of embeddings alone, and the rest to another optimizer",
+                "give it the tables of embeddings alone: optimizer=[SparseAdam(tables), Adam(rest)]",
             )
         updates_rows = bool(holders) and all(updates_rows_alone(*holder) for holder in holders)
         if parameter.requires_grad and mode == "auto" and (needed or (id(parameter) in tables and updates_rows)):
             found.append(parameter)
     return found
+
+
+def of_sparse_adam(model: Module, parts: Sequence[Part]) -> Iterator[str]:
+    """Names of the parameters that SparseAdam updates."""
+    own = [part for part in parts if isinstance(part.optimizer, SparseAdam)]
+    return (name for name, one in model.named_parameters() if any(True for part in own for _ in holding(part, one)))
 
 
 def holding(part: Part, parameter: Parameter) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.data import part_of
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.dry_call import describe, require_score
@@ -93,6 +94,8 @@ class StepContext:
         self._setting = setting
         self._acts = acts
         self._samples = rows.stop - rows.start
+        accumulate = setting.accumulate > 1 and setting.accumulate
+        self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate})
         self._parts = min(setting.accumulate, global_samples // ranks)  # layers may meet other ranks in each of them
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
@@ -200,12 +203,7 @@ class StepContext:
         Raises:
             UserError: it is called for a micro-batch, which would make the loss depend on train.accumulate.
         """
-        if self._setting.accumulate > 1:
-            raise UserError(
-                f"ctx.gather: with train.accumulate: {self._setting.accumulate} a loss over the global batch would be "
-                f"one over a part of it{calling_line()}",
-                "set train.accumulate: 1",
-            )
+        refuse(self._features | {Feature.GATHER: calling_line()})
         if not isinstance(tensor, Tensor) or tensor.ndim == 0:
             raise UserError(
                 f"ctx.gather got {describe(tensor)} without rows{calling_line()}", "give a tensor with a leading axis"
@@ -262,11 +260,7 @@ class StepContext:
                 "update each optimizer in the step that computed its gradients; train.accumulate and ctx.split make "
                 "updates of several micro-batches",
             )
-        if self._setting.accumulate > 1 and not self._part:
-            raise UserError(
-                f"train.accumulate is {self._setting.accumulate}, but step never calls ctx.split",
-                "write `for part in ctx.split(batch): ...` around the backward passes, or set train.accumulate: 1",
-            )
+        refuse(self._features | used({Feature.NO_SPLIT: not self._part}))
         return self._logged
 
 

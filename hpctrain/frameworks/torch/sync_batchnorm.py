@@ -54,18 +54,9 @@ class SyncBatchNorm:
         model: on its device.
         group: the ranks that see different samples; several.
         clock: gets the time of waiting.
-
-    Raises:
-        UserError: parts of the model are compiled, and would go on to normalise over each rank's samples.
     """
 
     def __init__(self, model: Module, group: Group, clock: StepClock) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                raise UserError(
-                    f"{name or 'the model'} is compiled, and train.sync_batchnorm cannot reach into it",
-                    "leave torch.compile and torch.jit out of the task",
-                )
         self.model, self.group = model, group
         self.statistics = JointStatistics(group, clock)
 

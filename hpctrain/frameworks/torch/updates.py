@@ -33,7 +33,7 @@ class Passes:
     def __init__(self, reducer: Reducer, scale: float, global_samples: int) -> None:
         reducer.begin()
         self.reducer = reducer
-        self.factor = scale / global_samples
+        self.scale = scale
         self.global_samples = global_samples
         self.loss: Number = 0.0
         self.weight: Number = 0.0
@@ -52,11 +52,11 @@ class Passes:
         require_scalar(total)
         if total.dtype in HALVES:
             total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
-        if not self.weighted:
-            total = total * samples
-        backward(total * self.factor)
-        self.loss = self.loss + total.detach()
-        self.weight = self.weight + (part.detach() if isinstance(part, Tensor) else part)
+        times = 1 if self.weighted else samples
+        factor = self.scale * times / self.global_samples
+        backward(total if factor == 1 else total * factor)
+        self.loss = self.loss + number(total) * times
+        self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part)
 
     def exchange(self) -> ExchangeResult:
         """Makes the gradients those of all ranks."""
@@ -126,6 +126,11 @@ class ExchangesToChoose:
 
     def open(self, candidate: Candidate, group: Group) -> Exchanges:
         return Exchanges({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
+
+
+def number(scalar: Tensor) -> Number:
+    """A float; of a GPU's, for which that would have to wait, a tensor."""
+    return scalar.item() if scalar.device.type == "cpu" else scalar.detach()
 
 
 def global_norm(tensors: Sequence[Tensor]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -114,8 +115,10 @@ class Chief:
         self.first_beat: float | None = None
         self.said_who_is_missing = False
         self.stops = Stops()
+        self.ran_at = -math.inf
+        """The last report of a rank that was not stopped."""
         self.suspended_at: float | None = None
-        """The last look, if every rank was stopped then."""
+        """What is not yet counted of a suspension begins here: what last told that a rank ran, then the last look."""
 
     def receive(self, message: Message, now: float) -> list[NodeCommand]:
         """Takes in one report."""
@@ -159,16 +162,22 @@ class Chief:
         return self.begin_hang(hang, now) if hang else []
 
     def note_suspension(self, now: float) -> None:
-        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run."""
-        alive = [beat for _, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
-        if alive and all(beat.state == STOPPED for beat in alive):
-            if self.suspended_at is None:
-                self.say("every rank is stopped by a signal: until they continue, time does not count", False)
-            else:
-                self.stops.add(self.suspended_at, now)
-            self.suspended_at = now
-        else:
-            self.suspended_at = None
+        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run.
+
+        It reaches from what last told that a rank ran, a report or a sign of life, to the first look that sees one run:
+        beats and looks are a second apart each, and what lies between them would count as silence otherwise. A hang
+        from before goes on afterwards, however often the run is suspended.
+        """
+        told = [(at, beat) for at, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
+        running = [at for at, beat in told if beat.state != STOPPED]
+        stopped = bool(told) and not running
+        self.ran_at = max(running, default=self.ran_at)
+        if stopped and self.suspended_at is None:
+            self.say("every rank is stopped by a signal: until they continue, time does not count", False)
+            self.suspended_at = max(self.ran_at, *(at - beat.age_s for at, beat in told))
+        if self.suspended_at is not None:
+            self.stops.add(self.suspended_at, now)
+            self.suspended_at = now if stopped else None
 
     def observer_stopped(self, begin: float, end: float) -> None:
         """The agent itself did not run between two moments, and perhaps the ranks did not either."""

@@ -16,10 +16,10 @@ class Stops:
         """Begin and end, in order and apart from each other."""
 
     def add(self, begin: float, end: float) -> None:
-        """Adds a span, or lengthens the last one if they touch."""
-        if self.spans and begin <= self.spans[-1][1]:
+        """Adds a span, joined with those that it touches."""
+        while self.spans and begin <= self.spans[-1][1]:
             earlier = self.spans.pop()
-            begin, end = earlier[0], max(end, earlier[1])
+            begin, end = min(begin, earlier[0]), max(end, earlier[1])
         self.spans.append((begin, end))
 
     def running(self, since: float, until: float) -> float:

@@ -20,12 +20,13 @@ from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.layout import Layout, plan
 from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
 from hpctrain.reduce.ring_allreduce import RingAllreduce
+from hpctrain.reduce.row_exchange import RowExchange, Rows
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce
 from hpctrain.reduce.shm_pieces import open_shm_pieces
 from hpctrain.system import shared_memory
 
 EXTRA = 16
-PIECES: list[list[tuple[int, ...]]] = [[(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]
+PIECES: list[list[tuple[int, ...]]] = [[], [(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]
 """Shapes: slices of ranks end within pieces, and some hold nothing but slots."""
 
 
@@ -76,6 +77,26 @@ def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, .
         same = world.data.allgather([total.tobytes().hex()[:4096] for total in sums], "compare the bits")
         assert all(each == same[0] for each in same)
     pieces.close()
+
+
+def check_rows(world: World, dtype: type[np.floating]) -> None:
+    """Of tables of several widths: some rows of each; none on rank 0 at times; and of one all rows, which is summed."""
+    tables = [(50, 3), (70_000, 5), (7, 1), (20, 4)]
+    exchange = RowExchange(world.data, tables, dtype)
+    random = np.random.default_rng([3, world.rank])
+    for turn in range(20):
+        given = []
+        for rows, columns in tables:
+            most = 0 if world.rank == 0 and turn % 3 == 0 else int(random.integers(0, min(rows, 9)))
+            indices = np.arange(rows) if columns == 4 else random.permutation(rows)[:most]
+            given.append(Rows(indices, random.normal(size=(len(indices), columns)).astype(dtype)))
+        for table, mine, total in zip(tables, given, exchange.sum(given), strict=True):
+            whole, found = np.zeros(table), np.zeros(table)
+            whole[mine.indices], found[total.indices] = mine.values, total.values
+            np.testing.assert_allclose(found, world.data.sum(whole, "add up tables"), rtol=0, atol=1e-5)
+            assert len(np.unique(total.indices)) == len(total.indices) and total.values.dtype == dtype
+            assert total.indices.flags.aligned, "as frameworks want it that share the memory"
+    exchange.close()
 
 
 def wire(mine: list[np.ndarray]) -> np.ndarray:
@@ -195,6 +216,8 @@ def main() -> None:
                 )
                 assert candidate.name == way
                 check_pieces(world, sums, shapes)
+        check_rows(world, np.float32)
+        check_rows(world, np.float64)
         if world.size == 4:
             across_nodes(world)
         assert not [name for name in os.listdir(shared_memory.FOLDER) if name.startswith("hpctrain-")]

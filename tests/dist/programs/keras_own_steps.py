@@ -11,10 +11,21 @@ import tensorflow as tf
 
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
+from hpctrain.frameworks.tensorflow import adopted, build_weights
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
-from tests.support.keras_own_steps import ByHand, Halves, framework_of, gan, gan_task, global_batches, numbers, train
+from tests.support.keras_own_steps import (
+    ByHand,
+    Halves,
+    framework_of,
+    gan,
+    gan_task,
+    global_batches,
+    lookup_task,
+    numbers,
+    train,
+)
 from tests.support.sweep import difference
 
 STEPS = 30
@@ -64,6 +75,26 @@ def trained(world: World, kind: str) -> dict[str, Any]:
     return told | {"weights": difference(found, exact), "losses": difference([losses], [np.array(wanted)])}
 
 
+def looked_up(world: World) -> dict[str, Any]:
+    """A table whose rows travel alone: the largest difference from Keras in one process."""
+    framework = framework_of(lookup_task, world, "mpi" if world.size > 1 else "none")
+    train(framework, STEPS)
+    found = [variable.numpy() for variable in framework.task.model.trainable_variables]
+    assert framework.own is not None
+    told = {
+        "hashes": framework.group.allgather(framework.weights_hash(), "compare the weights"),
+        "tables": [sum(each.is_table) for each in framework.own.travelling.values()],
+    }
+    framework.close()
+    begin_task(7)
+    task = adopted(lookup_task(), ("ids", "y"))
+    build_weights(task, {name: array[:1] for name, array in task.train.items()})
+    task.model.make_train_function()
+    for batch in global_batches(task, STEPS):
+        task.model.train_function(iter([tuple(tf.constant(array) for array in batch.values())]))
+    return told | {"weights": difference(found, [variable.numpy() for variable in task.model.trainable_variables])}
+
+
 def said(framework: Any, batches: Any) -> str:
     """The refusal of a step."""
     try:
@@ -77,6 +108,7 @@ def main() -> None:
     """All of them."""
     world = connect()
     results: dict[str, Any] = {kind: trained(world, kind) for kind in ("auto", "mpi" if world.size > 1 else "none")}
+    results["looked up"] = looked_up(world)
     if world.size == 2:
         framework = framework_of(task, world, "mpi")
         batch = {name: array[:4].copy() for name, array in framework.task.train.items()}

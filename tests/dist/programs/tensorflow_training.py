@@ -19,6 +19,7 @@ from hpctrain.train.framework import NonFiniteLoss
 from tests.support.choices import NoExchange
 from tests.support.tensorflow_tasks import (
     cut,
+    embedding_model,
     global_batches,
     make_framework,
     noisy_model,
@@ -115,6 +116,34 @@ def judged(world: World) -> dict[str, Any]:
     }
 
 
+SPARSE_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "clipped momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, global_clipnorm=0.5),
+    "adam": lambda: keras.optimizers.Adam(1e-2, epsilon=1e-2),  # else it makes a step of a rounding error
+}
+"""The first two update rows alone; the others get whole tables, of which rows have travelled."""
+
+
+def tables(world: World) -> dict[str, Any]:
+    """Rows of embeddings; at last a batch of one sample, of which the other ranks have no rows."""
+    found = {}
+    for name, optimizer in SPARSE_OPTIMIZERS.items():
+        for kind in ("mpi", "horovod") if name == "sgd" and world.size > 1 else ("mpi" if world.size > 1 else "none",):
+            settings: dict[str, Any] = {"kind": kind, "clip_norm": 0.3, "ema_decay": 0.9, "loss": weighted_loss}
+            framework = make_framework(world, embedding_model, optimizer=optimizer, **settings)
+            losses = [*train(framework, 9, 2), *train(framework, 4)]
+            last = {array: values[-1:] for array, values in samples().items()}
+            framework.step(cut(last, world.rank, world.size), 1)
+            looked_up, *others = [np.asarray(one) for one in framework.task.model.trainable_variables]
+            told = outcome(framework, losses) | {"by rows": any(framework.travelling.is_table)}
+            told["weights"] = [*looked_up[: 150 * 250 : 250].ravel(), *np.concatenate([one.ravel() for one in others])]
+            told["weights"] = [float(value) for value in told["weights"]]
+            found[f"{name}, {kind}"] = told
+            framework.close()
+    return found
+
+
 def noises(world: World) -> dict[str, Any]:
     """Each rank's own dropout and random numbers."""
     framework = make_framework(world, model=noisy_model)
@@ -155,6 +184,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "accumulate": lambda world: trained(world, accumulate=3),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "weighted": lambda world: trained(world, loss=weighted_loss),
+    "tables": tables,
     "fp16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "fp16"}),
     "bf16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "bf16"}),
     "bf16": lambda world: trained(world, precision="bf16", model=noisy_model),

@@ -268,6 +268,13 @@ def joined_own_steps(world: World) -> dict[str, Any]:
         own.train(pieces, 4)
         found["pieces"] = world.data.allgather(pieces.weights_hash(), "compare the weights")
         pieces.close()
+        for name, step, cut in (("own", own.cut_step, 1), ("plain", None, 2)):
+            framework = own.make_framework(
+                world, partial(own.with_batchnorm, step), way="mpi-node", sync_batchnorm=True, accumulate=2
+            )
+            own.train(framework, 8, pieces=cut)
+            found[name] = own.weights(framework)
+            framework.close()
     return found
 
 

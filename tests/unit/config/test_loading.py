@@ -86,6 +86,12 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("schedule: {step_epochs: [1, a]}", "run.yaml:4: schedule.step_epochs cannot be 'a'", "list of integer"),
         ("schedule: {kind: step}", "run.yaml:4: schedule.kind is step but schedule.step_epochs is empty", "[30, 60]"),
         ("schedule: {warmup_steps: 1, warmup_epochs: 1}", "run.yaml:4: both schedule.warmup_steps and", "one of them"),
+        (
+            "schedule: {warmup_steps: 1, kind: one_cycle}",
+            "run.yaml:4: schedule.kind is one_cycle, which",
+            "climb_share",
+        ),
+        ("reduce: {compression: bf16, kind: horovod}", "run.yaml:4: Horovod cannot sum bfloat16", "fp16"),
         ("data: {drop_last: 3}", "run.yaml:4: data.drop_last cannot be '3'", "true or false"),
         ("reduce: {kind: foo}", "run.yaml:4: reduce.kind cannot be 'foo'", "auto, horovod, mpi, none"),
         ("schedule: 3", "run.yaml:4: schedule cannot be '3'", "mapping"),

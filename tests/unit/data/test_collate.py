@@ -132,6 +132,10 @@ def test_padding_that_cannot_be(options: dict, message: str) -> None:
     ("collate", "message"),
     [
         (lambda samples: 1 / 0, r"collate failed on samples \d+, \d+, \d+, \d+: ZeroDivisionError: .*test_collate.py"),
+        (
+            lambda samples: [tokens.sum() for tokens, label in samples],  # as a DataLoader's, which gets tuples
+            r"fix: correct collate: collate\(samples\) gets a list of dicts of NumPy arrays, here \w+ ",
+        ),
         (lambda samples: {"x": np.zeros(2)}, r"collate gives x float64\[2\] for 4 samples"),
         (lambda samples: {}, "collate gives nothing for 4 samples"),
         (lambda samples: {"x": np.array(["a"] * 4)}, "collate gives 'x' with dtype <U1"),

@@ -86,7 +86,7 @@ def test_all_ranks_together_get_the_stream_in_order(kind, drop_last: bool) -> No
         if drop_last
         else [(step + 1) % 5 == 0 for step in range(12)]
     )
-    for size in (2, 3, 7):
+    for size in (2, 3, 4, 7):
         ranks = [take(make(kind(), rank, size, drop_last), 12) for rank in range(size)]
         assert told([part for step in zip(*ranks, strict=True) for part in step]) == told(alone)
         for step, parts in enumerate(zip(*ranks, strict=True)):
@@ -96,17 +96,18 @@ def test_all_ranks_together_get_the_stream_in_order(kind, drop_last: bool) -> No
 
 @pytest.mark.parametrize("kind", [Resumable, Again])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_it_resumes_at_every_batch_on_any_number_of_ranks(kind, drop_last: bool) -> None:
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 4), (4, 1)])
+def test_it_resumes_at_every_batch_on_any_number_of_ranks(kind, drop_last: bool, before: int, after: int) -> None:
     whole = told(take(make(kind(), drop_last=drop_last), 14))
     for steps in range(14):
-        first = make(kind(), 0, 2, drop_last)
+        first = make(kind(), before - 1, before, drop_last)
         seen = take(first, steps)
         saved = json.loads(json.dumps(first.state_dict()))
         last = seen[-1] if seen else None
         at = (0, 0) if last is None else (last.epoch + 1, 0) if last.ends_epoch else (last.epoch, last.index + 1)
         rest = []
-        for rank in range(3):
-            data = make(kind(), rank, 3, drop_last)
+        for rank in range(after):
+            data = make(kind(), rank, after, drop_last)
             data.load_state_dict(saved) if saved else None
             rest.append(take(data, 14 - steps, *at))
         done = {(epoch, index) for epoch, index, *_ in told(take(make(kind(), drop_last=drop_last), steps))}
@@ -150,6 +151,60 @@ def test_transforms_are_keyed_by_position_and_collate_gets_own_samples() -> None
     ranks = [take(make(Again(), rank, 2, recipe=recipe), 7) for rank in range(2)]
     assert told([part for step in zip(*ranks, strict=True) for part in step]) == alone
     assert len({x for *_, x in alone}) == len(alone)
+
+
+class Coded(Again):
+    """Gives text."""
+
+    def __iter__(self):
+        return (f"{index}:{index * index}" for index in range(self.length))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_decodes_what_it_trains_on(size: int) -> None:
+    alone = [(index % LENGTH, (index % LENGTH) ** 2) for index in range(2 * LENGTH)]
+    found, numbers = [], []
+    for rank in range(size):
+        calls = []
+
+        def decode(text: str, calls=calls) -> dict:
+            calls.append(text)
+            index, square = map(int, text.split(":"))
+            return {"id": np.int64(index), "square": np.int64(square)}
+
+        data = StreamingData(open_stream(Coded(), decode=decode), StreamOrder(5), rank, size, prefetch=0)
+        found.append([batch.micro_batches for batch in take(data, 10)])
+        numbers.append(len(calls) - 1)  # the first tells the shapes
+    assert sum(numbers) == 2 * LENGTH and max(numbers) - min(numbers) <= 10
+    joined = [piece for step in zip(*found, strict=True) for part in step for piece in part]
+    assert [pair for piece in joined for pair in zip(*map(list, piece.values()), strict=True)] == alone
+
+
+def test_what_a_resumed_run_passes_over_is_not_decoded() -> None:
+    calls: list[str] = []
+    stream = open_stream(Coded(), decode=lambda text: calls.append(text) or int(text.partition(":")[0]))
+    take(StreamingData(stream, StreamOrder(5), 0, 1, prefetch=0), 1, batch=3)
+    assert calls == ["0:0", *(f"{i}:{i * i}" for i in range(15, 20))]
+
+
+def test_what_cannot_be_decoded_is_told() -> None:
+    stream = open_stream(Coded(), decode=lambda text: 1 // (12 - int(text.partition(":")[0])))
+    with pytest.raises(UserError, match=r"sample 12 of Coded cannot be decoded: ZeroDivisionError.*test_stream.py"):
+        take(StreamingData(stream, StreamOrder(5), 0, 1), 4)
+
+
+class Reused(Again):
+    """Gives one object again and again."""
+
+    def __iter__(self):
+        sample: dict = {}
+        for index in range(self.length):
+            sample["id"], sample["x"] = np.int64(index), np.zeros(2)
+            yield sample
+
+
+def test_a_source_may_give_the_same_dict_again() -> None:
+    assert [i for *_, i, _ in told(take(make(Reused()), 5))] == list(range(LENGTH))
 
 
 def failing():

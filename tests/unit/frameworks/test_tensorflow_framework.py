@@ -376,6 +376,7 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     assert "is a LossScaleOptimizer" in refusal(optimizer=lambda: scaled)
     assert "no layer of the Keras model computes in it" in refusal(model=made_for_fp32, precision="bf16")
+    assert "train.recompute is for layers of PyTorch" in refusal(recompute=("*",))
 
 
 def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

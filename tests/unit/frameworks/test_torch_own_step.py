@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpctrain.comm.world import alone
+from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import Config, DataConfig, TrainConfig
 from hpctrain.data import Order
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.frameworks.torch.own_step import Dry, StepContext
-from hpctrain.rank.own_steps import refuse_with_own_step
+from hpctrain.rank.features import task_features
 from hpctrain.rank.problem import with_its_loss
 from hpctrain.tasks.definition import TorchScheduler, TorchTask
 from hpctrain.train.framework import NonFiniteLoss
@@ -359,6 +360,8 @@ def test_models_and_optimizers_that_do_not_go_together(task: Callable[[], TorchT
         ({"optimizer": {"generator": None}}, r"optimizer\['generator'\] of the task is missing"),
         ({"model": {}}, "model of the task is missing"),
         ({"loss": 3}, "loss of the task is int 3"),
+        ({"step": 3, "loss": None}, "step of the task is int 3"),
+        ({"step": lambda ctx: None, "loss": None}, r"step of the task takes \(ctx\), not \(ctx, batch\)"),
     ],
 )
 def test_fields_of_a_wrong_kind(changes: dict[str, Any], message: str) -> None:
@@ -369,7 +372,6 @@ def test_fields_of_a_wrong_kind(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": 3}, "step of the task is not a function"),
         ({"schedule": TorchScheduler(torch.optim.lr_scheduler.ConstantLR)}, "TorchScheduler sets the rates of one"),
         ({"validation": own.samples()}, "neither loss nor metrics"),
         ({"validation": own.samples(), "loss": own.real}, "several models, but no forward"),
@@ -378,27 +380,18 @@ def test_fields_of_a_wrong_kind(changes: dict[str, Any], message: str) -> None:
 def test_what_does_not_go_with_a_step(changes: dict[str, Any], message: str) -> None:
     config = Config(name="run", task="a:b", train=TrainConfig(steps=1, global_batch=15), data=DataConfig())
     order = Order(length=45, global_batch=15)
-    refuse_with_own_step(config, own.gan(), order, 4)
+    refuse(config.features() | task_features(config, own.gan(), order, 4))
     with pytest.raises(UserError, match=message):
-        refuse_with_own_step(config, own.gan(**changes), order, 4)
-
-
-def test_micro_batches_of_a_step_share_no_statistics() -> None:
-    order = Order(length=45, global_batch=15)
-    train = TrainConfig(steps=1, global_batch=15, sync_batchnorm=True)
-    refuse_with_own_step(Config(name="run", task="a:b", train=train), own.gan(), order, 2)
-    cut = Config(name="run", task="a:b", train=dataclasses.replace(train, accumulate=3))
-    with pytest.raises(UserError, match=r"train.sync_batchnorm joins micro-batches .* ctx.split"):
-        refuse_with_own_step(cut, own.gan(), order, 2)
+        refuse(config.features() | task_features(config, own.gan(**changes), order, 4))
 
 
 def test_every_rank_needs_a_sample_of_every_batch() -> None:
     config = Config(name="run", task="a:b", train=TrainConfig(steps=1, global_batch=15))
     order = Order(length=48, global_batch=15)
-    refuse_with_own_step(config, own.gan(), order, 3)
-    refuse_with_own_step(config, own.gan(), dataclasses.replace(order, drop_last=True), 4)
+    refuse(task_features(config, own.gan(), order, 3))
+    refuse(task_features(config, own.gan(), dataclasses.replace(order, drop_last=True), 4))
     with pytest.raises(UserError, match="all 4 ranks, and the last batch of an epoch has only 3 samples"):
-        refuse_with_own_step(config, own.gan(), order, 4)
+        refuse(task_features(config, own.gan(), order, 4))
 
 
 def test_all_ranks_cut_their_batches_into_as_many_parts() -> None:

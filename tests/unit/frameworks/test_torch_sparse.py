@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from hpctrain.comm.world import alone  # noqa: E402 (after the skip)
 from hpctrain.config.sections import ReduceConfig  # noqa: E402
 from hpctrain.errors import UserError  # noqa: E402
-from hpctrain.frameworks.torch.optimizer import Part  # noqa: E402
+from hpctrain.frameworks.torch.optimizer import Part, joined  # noqa: E402
 from hpctrain.frameworks.torch.sparse import sparse_parameters  # noqa: E402
 from hpctrain.reduce.torch_reducer import measured_reducer  # noqa: E402
 from tests.support.torch_tasks import (  # noqa: E402
@@ -52,6 +52,7 @@ def framework_of(optimizer: Callable[..., Any], sparse: str = "auto", **settings
         (lambda model: optim.Adam(model.parameters()), False),
         (sparse_adam, True),
         (lambda model: Together(optim.SGD(model.parameters(), lr=0.1)), False),  # who knows what it does
+        (lambda model: joined([optim.SGD(model.parameters(), lr=0.1)]), True),
     ],
 )
 def test_rows_stay_alone_where_that_changes_no_number(optimizer: Callable[..., Any], stays: bool) -> None:
@@ -163,3 +164,21 @@ def test_in_a_loop_of_ones_own_tables_are_named() -> None:
         reducer.exchange()
         assert model.embedding.weight.grad.is_sparse is bool(sparse)
         reducer.close()
+
+
+def test_a_list_of_optimizers_is_what_a_class_around_them_is() -> None:
+    framework, wanted = framework_of(lambda model: joined(list(sparse_adam(model).inner))), framework_of(sparse_adam)
+    for each in (framework, wanted):
+        each.set_learning_rate(0.5)
+    assert train(framework, 6) == train(wanted, 6)
+    assert framework.weights_hash() == wanted.weights_hash()
+    names = {tensor.name for tensor in framework.state()}
+    assert {"optimizer/each.0.exp_avg/embedding.weight", "optimizer/each.1.exp_avg/head.bias"} <= names
+
+
+def test_a_schedule_may_have_a_factor_for_each_optimizer_of_a_list() -> None:
+    framework = framework_of(lambda model: joined(list(sparse_adam(model).inner)))
+    framework.set_learning_rate([0.5, 0.25])
+    assert [group["lr"] for group in framework.optimizer.param_groups] == [0.05 * 0.5, 0.01 * 0.25]
+    with pytest.raises(UserError, match="3 factors for the 2 parameter groups"):
+        framework.set_learning_rate([0.5, 0.25, 1.0])

@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
-from hpctrain.config.sections import TrainConfig
+from hpctrain.config.combinations import refuse
+from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.frameworks.joint_statistics import JointStatistics
-from hpctrain.frameworks.torch.sync_batchnorm import OverRanks, SyncBatchNorm, joint_names, wants_joint_statistics
+from hpctrain.frameworks.torch.checks import model_features
+from hpctrain.frameworks.torch.sync_batchnorm import OverRanks, joint_names, wants_joint_statistics
 from hpctrain.train.clock import IntervalClock
 from tests.support.torch_tasks import make_framework
 
@@ -117,9 +119,9 @@ def test_compiled_parts_are_refused() -> None:
     nn.Module.__init__(scripted)
     model = nn.Sequential(scripted)
     with pytest.raises(UserError, match="0 is compiled"):
-        SyncBatchNorm(model, Group("alone"), IntervalClock())
+        refuse(model_features(model, [], True, 2))
     with pytest.raises(UserError, match=r"train\.compile and train\.sync_batchnorm"):
-        TrainConfig(compile=True, sync_batchnorm=True)
+        Config("run", "a:b", TrainConfig(steps=1, global_batch=1, compile=True, sync_batchnorm=True))
 
 
 def test_buffers_of_batchnorm_are_equal_on_all_ranks_by_all_their_names() -> None:

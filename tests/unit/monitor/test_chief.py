@@ -274,6 +274,30 @@ def test_a_run_whose_ranks_are_all_stopped_is_suspended_not_hung(tmp_path: Path)
     assert chief.open_hang is not None, "it did not go on afterwards"
 
 
+def test_what_lies_between_beats_and_looks_is_part_of_a_suspension(tmp_path: Path) -> None:
+    """Ranks stop at 100.0 and continue at 108.1; they are seen stopped from 101.8 on, and running at 108.8."""
+    chief, _ = chief_in(tmp_path, hang_s=2.5)
+    look(chief, 99.9, {0: 0.0})
+    for second in range(7):
+        for node in range(4):
+            chief.receive(beat(node, Phase.BACKWARD, 0.9 + second, "stopped"), 100.9 + second)
+        chief.tick(101.8 + second)
+    look(chief, 108.8, {0: 8.8})
+    assert chief.open_hang is None
+    look(chief, 111.5, {0: 11.5})
+    assert chief.open_hang is not None and chief.open_hang.hang.silence_s == pytest.approx(111.5 - 108.8)
+
+
+def test_a_hang_is_found_between_suspensions(tmp_path: Path) -> None:
+    """The run hangs from 100.0 on, and gets each second half of ten seconds, as under gang scheduling."""
+    chief, _ = chief_in(tmp_path, hang_s=12)
+    for second in range(100, 160):
+        look(chief, float(second), {0: second - 100.0}, "stopped" if second // 5 % 2 else "S")
+        if chief.open_hang is not None:
+            break
+    assert chief.open_hang is not None and chief.open_hang.hang.silence_s < 15
+
+
 def test_one_stopped_rank_is_a_hang_all_the_same(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path, hang_s=20)
     for second in range(100, 125):

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import alone
+from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrainConfig
 from hpctrain.data import Order, open_dataset
 from hpctrain.errors import UserError
-from hpctrain.rank.problem import Problem, make_problem, validation_sets
-from hpctrain.rank.wiring import make_validation, refuse_metrics_of_nothing
+from hpctrain.rank.features import task_features
+from hpctrain.rank.problem import make_problem, validation_sets
+from hpctrain.rank.wiring import make_validation, require_plain_names
 from hpctrain.tasks.definition import TorchTask
 
 PLAIN = Config(name="a", task="m:f", train=TrainConfig(steps=3, global_batch=2))
@@ -29,12 +31,12 @@ STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="l
     ],
 )
 def test_a_watched_metric_needs_validation_data(change: dict[str, Any], key: str) -> None:
-    data = open_dataset({"x": [1.0, 2.0]})
     config = dataclasses.replace(PLAIN, **change)
+    without, judged = (task_features(PLAIN, task_with(given), Order(2, 2), 1) for given in (None, ARRAYS))
     with pytest.raises(UserError, match=f"{key} is 'loss', but task m:f has no validation data"):
-        refuse_metrics_of_nothing(config, Problem(None, data, {}, Order(2, 2)))  # type: ignore[arg-type]
-    refuse_metrics_of_nothing(config, Problem(None, data, {"validation": data}, Order(2, 2)))  # type: ignore[arg-type]
-    refuse_metrics_of_nothing(PLAIN, Problem(None, data, {}, Order(2, 2)))  # type: ignore[arg-type]
+        refuse(config.features() | without)
+    refuse(config.features() | judged)
+    refuse(PLAIN.features() | without)
 
 
 def task_with(validation: Any, **metrics: Any) -> TorchTask:
@@ -75,16 +77,13 @@ def test_names_that_cannot_stand_before_metrics_are_refused(validation: Any, sai
 
 
 def test_the_first_sets_metrics_are_watched_by_their_plain_names() -> None:
-    data = open_dataset({"x": [1.0, 2.0]})
-    sets = {"dev": data, "hard": data}
     for metric, fits in (("loss", True), ("hard/loss", True), ("dev/loss", False)):
         config = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric))
-        problem = Problem(None, data, sets, Order(2, 2))  # type: ignore[arg-type]
         if fits:
-            refuse_metrics_of_nothing(config, problem)
+            require_plain_names(config, ["dev", "hard"])
             continue
         with pytest.raises(UserError, match=r"metrics of the first set .* have plain names") as caught:
-            refuse_metrics_of_nothing(config, problem)
+            require_plain_names(config, ["dev", "hard"])
         assert caught.value.fix == "write checkpoint.best_metric: loss"
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.config.sections import ScheduleConfig
+from hpctrain.config.sections import Config, ScheduleConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.train.schedule import OwnRates, first_factor, in_cycle, make_schedule, warm_up
 
@@ -109,7 +109,8 @@ def test_step_needs_epochs_and_only_one_warm_up() -> None:
     with pytest.raises(UserError, match="cycle_epochs"):
         ScheduleConfig(kind="restarts")
     with pytest.raises(UserError, match="one_cycle, which has a climb of its own"):
-        ScheduleConfig(kind="one_cycle", warmup_steps=3)
+        climbing = ScheduleConfig(kind="one_cycle", warmup_steps=3)
+        Config("run", "a:b", TrainConfig(steps=9, global_batch=1), schedule=climbing)
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial", "wsd", "one_cycle"])

@@ -184,10 +184,6 @@ def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]
         NoRequeue: it did not end well on every node.
     """
     launch = config.launch
-    if launch.slurm.wrap and launch.stage_environment:
-        raise UserError(
-            "launch.stage_environment has no use with launch.slurm.wrap", "leave it out: an image is one file"
-        )
     if launch.stage_environment is None and stages_by_default(config, job):
         try:
             return _stage(config, run, job, environment=True)

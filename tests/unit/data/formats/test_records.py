@@ -84,6 +84,25 @@ def test_records_are_samples_in_any_order(kind: str, tmp_path: Path) -> None:
     assert dataset.fingerprint() != other.fingerprint()
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_rank_decodes_what_it_trains_on(kind: str, size: int, tmp_path: Path) -> None:
+    epochs = []
+    for rank in range(size):
+        calls: list[int] = []
+
+        def decode(record: dict, calls: list[int] = calls) -> dict:
+            calls.append(int(record["id"]))
+            return KINDS[kind][1](record)
+
+        dataset = open_dataset(tmp_path / f"a-*.{kind}", ragged=True, decode=decode)
+        calls.clear()  # the first record of a file tells the shapes
+        data = TrainingData(dataset, Order(LENGTH, 8), rank, size, prefetch=0, collate=PAD)
+        assert [batch.ends_epoch for batch in islice(data.starting_at(0, 0), 4)] == [False] * 3 + [True]
+        data.close()
+        epochs.append(calls)
+    assert sorted(i for calls in epochs for i in calls) == list(range(LENGTH))
+
+
 def test_worker_processes_read_them(kind: str, tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path / f"a-*.{kind}", ragged=True, decode=KINDS[kind][1])
 

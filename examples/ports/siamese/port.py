@@ -1,0 +1,64 @@
+"""A siamese network that says whether two pictures show the same digit (Hadsell et al. 2006)."""
+
+import random
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from hpctrain import TorchTask, open_dataset
+
+
+class Pairs(Dataset):
+    """Every picture with another one, of the same digit in half of the pairs."""
+
+    def __init__(self, begin, end, seed):
+        digits = load_digits()
+        self.images = (digits.images[begin:end, None] / 16).astype(np.float32)
+        labels = digits.target[begin:end]
+        draw = random.Random(seed)
+        self.pairs = []
+        for first in range(len(labels)):
+            same = draw.random() < 0.5
+            others = np.flatnonzero((labels == labels[first]) == same)
+            self.pairs.append((first, int(draw.choice(others)), float(same)))
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, i):
+        first, second, same = self.pairs[i]
+        return self.images[first], self.images[second], np.float32(same)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 16),
+        )  # fmt: skip
+
+    def forward(self, first, second):
+        return F.pairwise_distance(self.embed(first), self.embed(second))
+
+
+def contrastive(distance, same, margin=1.0):
+    return (same * distance**2 + (1 - same) * F.relu(margin - distance) ** 2).mean()
+
+
+def task():
+    names = ("first", "second", "same")
+    model = Siamese()
+    return TorchTask(
+        model=model,
+        loss=lambda distance, batch: contrastive(distance, batch["same"]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        train=open_dataset(Pairs(0, 450, seed=1), names),
+        validation=open_dataset(Pairs(450, 600, seed=2), names),
+        forward=lambda model, batch: model(batch["first"], batch["second"]),
+        metrics={"accuracy": lambda distance, batch: ((distance < 0.5) == (batch["same"] > 0.5)).float().mean()},
+    )

@@ -1,0 +1,413 @@
+"""What goes with what: features of runs, and the combinations of them that are refused.
+
+Each check of a combination is a row of ``TABLE``; features that share no row go together. Whoever knows which features
+a run uses asks ``refuse``: ``Config`` for the run file, ``rank.features`` for the task, the frameworks for what only
+they can see. docs/combinations.md shows the table, which ``python -m hpctrain.config.combinations`` prints, and
+tests/unit/rank/test_combinations.py tries each row, and features that share none together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from hpctrain.errors import UserError
+from hpctrain.system import foreign_text
+
+
+class Feature(StrEnum):
+    """Something that a run uses, or lacks; the value is its key in the run file, or how people call it."""
+
+    ACCUMULATE = "train.accumulate"
+    BEST = "checkpoint.best_metric"
+    BF16 = "train.precision: bf16"
+    BF16_SUMS = "reduce.compression: bf16"
+    CHANNELS_LAST = "train.channels_last"
+    CLIP = "train.clip_norm"
+    COMPILE = "train.compile"
+    COMPILED_MODEL = "a model that the task compiles"
+    CYCLE_EPOCHS = "schedule.cycle_epochs"
+    DENSIFY = "reduce.sparse: densify"
+    EARLY_STOP = "train.early_stop.metric"
+    EMA = "train.ema_decay"
+    EPOCHS = "train.epochs"
+    EVALUATION_SCHEDULER = "TorchScheduler(every='evaluation')"
+    EXPONENTIAL = "schedule.kind: exponential"
+    FP16 = "train.precision: fp16"
+    FP32_MODEL = "a Keras model that computes in float32"
+    GATHER = "ctx.gather"
+    GROUP_RATES = "a rate for each parameter group"
+    HALF_PARAMETERS = "parameters of 16 bits"
+    HOROVOD = "reduce.kind: horovod"
+    INITIAL_WEIGHTS = "checkpoint.init_from"
+    JOINT_LAYERS = "BatchNorm layers that normalise over all ranks"
+    KERAS = "a KerasTask"
+    KERAS_SCHEDULE = "a Keras schedule in the optimizer"
+    LOSS_SCALE = "a LossScaleOptimizer"
+    METRICS = "metrics of the task"
+    NO_CHECKPOINTS = "checkpoint.enabled: false"
+    NO_EVALUATIONS = "train.eval_every_epochs: null"
+    NO_FORWARD = "no forward"
+    NO_JUDGE = "nothing that says how to evaluate"
+    NO_REDUCER = "reduce.kind: none"
+    NO_SPLIT = "no ctx.split"
+    NO_VALIDATION = "no validation data"
+    ONE_CYCLE = "schedule.kind: one_cycle"
+    OTHER_OPTIMIZER = "an optimizer of the task that is not the model's"
+    OVERLAP = "reduce.overlap: on"
+    OWN_STEP = "a step of the task's own (PyTorch)"
+    PLATEAU = "schedule.plateau.metric"
+    RANKS = "several ranks"
+    RATE_HOOK = "a RateHook"
+    RECOMPUTE = "train.recompute"
+    REGISTRY = "hpctrain track register"
+    SAMPLER = "the task's sampler"
+    SCHEDULE = "schedule in the run file"
+    SEVERAL_MODELS = "several models"
+    SEVERAL_OPTIMIZERS = "several optimizers"
+    SHORT_BATCH = "a last batch with fewer samples than ranks"
+    SPARSE_ADAM = "SparseAdam"
+    STAGED_ENVIRONMENT = "launch.stage_environment"
+    STEP_EPOCHS = "schedule.step_epochs"
+    STREAM = "a stream as training data"
+    SYNC_BATCHNORM = "train.sync_batchnorm"
+    TABLES = "large tables of embeddings (Keras)"
+    TASK_SCHEDULE = "schedule of the task"
+    TEST_STEP = "an evaluation by the model's own steps"
+    TORCH_SCHEDULER = "a TorchScheduler"
+    TRAIN_STEP = "a train_step of the model's own (Keras)"
+    VALIDATION = "validation data"
+    VERIFY = "reduce.verify_every_steps"
+    VOLUMES = "layers for volumes, whose parameters have 5 dimensions"
+    WARMUP = "a warm-up in the run file"
+    WARMUP_EPOCHS = "schedule.warmup_epochs"
+    WORKERS = "data.workers"
+    WRAP = "launch.slurm.wrap"
+
+
+Uses = Mapping[Feature, Any]
+"""The features of a run, each with what a sentence says of it: a number, a name."""
+
+
+def used(given: Uses) -> dict[Feature, Any]:
+    """Those that are not None, False, 0 or empty."""
+    return {feature: value for feature, value in given.items() if value}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Features that do not go together."""
+
+    features: tuple[Feature, ...]
+    what: str
+    """The sentence; {0} is what the run says of the first feature, and so on."""
+    fix: str
+
+
+class Refused(UserError):
+    """Features of a run do not go together."""
+
+    def __init__(self, row: Row, what: str) -> None:
+        super().__init__(what, row.fix)
+        self.row = row
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.row, self.what)
+
+
+ONE_RATE = "give schedule: in the run file, or schedule=lambda step: factor, which apply to all optimizers"
+WATCHED = (Feature.EARLY_STOP, Feature.BEST, Feature.PLATEAU)
+OF_STREAMS = {
+    Feature.EPOCHS: "give train.steps",
+    Feature.WARMUP_EPOCHS: "give schedule.warmup_steps",
+    Feature.STEP_EPOCHS: "choose another schedule.kind",
+    Feature.CYCLE_EPOCHS: "choose another schedule.kind",
+    Feature.EXPONENTIAL: "choose another",
+    Feature.WORKERS: "set data.workers to 0: one thread reads a stream",
+    Feature.SAMPLER: "leave the sampler out: a stream has one order",
+}
+OF_TRAIN_STEPS = {
+    Feature.ACCUMULATE: (
+        "train.accumulate: {1}",
+        "give the optimizer gradient_accumulation_steps, or leave train.accumulate out",
+    ),
+    Feature.CLIP: (
+        "train.clip_norm: {1}",
+        "give the optimizers global_clipnorm: they see the gradient of the global batch",
+    ),
+    Feature.FP16: (
+        "train.precision: fp16",
+        "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
+    ),
+    Feature.COMPILE: ("train.compile", "leave train.compile out: ranks meet inside of the step"),
+    Feature.JOINT_LAYERS: (
+        "BatchNormalization over all ranks",
+        "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
+    ),
+}
+
+TABLE: tuple[Row, ...] = (
+    # the run file alone
+    Row(
+        (Feature.COMPILE, Feature.SYNC_BATCHNORM),
+        "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks",
+        "leave one of them out",
+    ),
+    Row(
+        (Feature.COMPILE, Feature.RECOMPUTE),
+        "train.compile and train.recompute are both given: the compiler decides itself what it computes again",
+        "leave one of them out",
+    ),
+    Row(
+        (Feature.ONE_CYCLE, Feature.WARMUP),
+        "schedule.kind is one_cycle, which has a climb of its own, but a warm-up is given",
+        "remove the warm-up; set schedule.climb_share and start_factor",
+    ),
+    Row(
+        (Feature.HOROVOD, Feature.BF16_SUMS),
+        "Horovod cannot sum bfloat16",
+        "set reduce.compression: fp16, or reduce.kind: mpi",
+    ),
+    Row(
+        (Feature.STAGED_ENVIRONMENT, Feature.WRAP),
+        "launch.stage_environment has no use with launch.slurm.wrap",
+        "leave it out: an image is one file",
+    ),
+    Row(
+        (Feature.INITIAL_WEIGHTS, Feature.NO_CHECKPOINTS),
+        "checkpoint.init_from is {0}, but checkpoint.enabled is false, so that nothing is loaded",
+        "leave checkpoint.enabled out; checkpoint.interval: none saves at the end alone",
+    ),
+    *(
+        Row(
+            (feature, Feature.NO_EVALUATIONS),
+            f"{feature} is {{0!r}}, but nothing is evaluated before the end of the run",
+            "set train.eval_every_epochs or train.eval_every_steps",
+        )
+        for feature in (Feature.EARLY_STOP, Feature.PLATEAU)
+    ),
+    Row(
+        (Feature.NO_REDUCER, Feature.RANKS),
+        "reduce.kind is none but there are {1} ranks, which would train apart",
+        "set reduce.kind: auto, or start one rank",
+    ),
+    # streams
+    *(
+        Row(
+            (Feature.STREAM, feature),
+            f"the training data of task {{0}} is a stream, for which {feature} means nothing",
+            fix,
+        )
+        for feature, fix in OF_STREAMS.items()
+    ),
+    # validation
+    *(
+        Row(
+            (feature, Feature.NO_VALIDATION),
+            f"{feature} is {{0!r}}, but task {{1}} has no validation data",
+            f"return TorchTask(..., validation=...), or remove {feature}",
+        )
+        for feature in WATCHED
+    ),
+    Row(
+        (Feature.EVALUATION_SCHEDULER, Feature.NO_VALIDATION),
+        "the task's TorchScheduler is stepped by evaluations, but task {1} has no validation data",
+        "return TorchTask(..., validation=...), or write TorchScheduler(..., every='epoch')",
+    ),
+    Row(
+        (Feature.EVALUATION_SCHEDULER, Feature.NO_EVALUATIONS),
+        "the task's TorchScheduler is stepped by evaluations, and there is none before the end of the run",
+        "set train.eval_every_epochs or train.eval_every_steps",
+    ),
+    # learning rates
+    Row(
+        (Feature.SCHEDULE, Feature.TASK_SCHEDULE),
+        "both the run file's schedule and the task's set the learning rate",
+        "remove schedule: from the run file, or schedule= from the task",
+    ),
+    *(
+        Row(
+            (Feature.KERAS_SCHEDULE, feature),
+            f"both the {whose}'s schedule and the Keras optimizer's own change the learning rate",
+            "give the optimizer a number as its learning rate, or leave the schedule to it",
+        )
+        for feature, whose in ((Feature.SCHEDULE, "run file"), (Feature.TASK_SCHEDULE, "task"))
+    ),
+    Row(
+        (Feature.KERAS_SCHEDULE, Feature.RATE_HOOK),
+        "both the Keras optimizer's own schedule and the hook {1} set the learning rate",
+        "give the optimizer a number as its learning rate, or leave the hook out",
+    ),
+    Row(
+        (Feature.KERAS, Feature.TORCH_SCHEDULER),
+        "a KerasTask has a TorchScheduler",
+        "give the optimizer a Keras schedule as its learning rate, or the task a function of the step",
+    ),
+    Row(
+        (Feature.KERAS, Feature.GROUP_RATES),
+        "the task's schedule gives a factor for each parameter group",
+        "return one number: a Keras optimizer has one learning rate",
+    ),
+    Row(
+        (Feature.TORCH_SCHEDULER, Feature.SEVERAL_OPTIMIZERS),
+        "a TorchScheduler sets the rates of one optimizer, and the task has a dict of them",
+        ONE_RATE,
+    ),
+    Row(
+        (Feature.TORCH_SCHEDULER, Feature.RATE_HOOK),
+        "both a TorchScheduler and the hook {1} set the learning rate",
+        "leave one of them out; a RateHook goes with schedule: of the run file, and with a function of the step",
+    ),
+    # steps of one's own
+    Row(
+        (Feature.OWN_STEP, Feature.SHORT_BATCH, Feature.RANKS),
+        "an own step runs on all {2} ranks, and the last batch of an epoch has only {1} samples",
+        "set data.drop_last: true, or choose another train.global_batch",
+    ),
+    Row(
+        (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.NO_SPLIT),
+        "train.accumulate is {1}, but step never calls ctx.split",
+        "write `for part in ctx.split(batch): ...` around the backward passes, or set train.accumulate: 1",
+    ),
+    Row(
+        (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.GATHER),
+        "ctx.gather: with train.accumulate: {1} a loss over the global batch would be one over a part of it{2}",
+        "set train.accumulate: 1",
+    ),
+    Row(
+        (Feature.OWN_STEP, Feature.VALIDATION, Feature.NO_JUDGE),
+        "the task has validation data, but neither loss nor metrics to judge them by",
+        "give metrics={...} or loss=, each a function(outputs, batch) of what forward returns",
+    ),
+    Row(
+        (Feature.SEVERAL_MODELS, Feature.VALIDATION, Feature.NO_FORWARD),
+        "the task has validation data and several models, but no forward",
+        "say what is evaluated: forward=lambda models, batch: models[...](batch[...])",
+    ),
+    Row(
+        (Feature.SEVERAL_MODELS, Feature.REGISTRY),
+        "the task has several models ({0}), and a registered model is one",
+        "write their weights with hpctrain ckpt export",
+    ),
+    Row(
+        (Feature.TRAIN_STEP, Feature.OTHER_OPTIMIZER),
+        "{0} has a train_step of its own, which does not use optimizer= of the task",
+        "leave it out, and compile the model with it: model.compile(optimizer=...)",
+    ),
+    *(
+        Row((Feature.TRAIN_STEP, feature), f"{what} does not go with the train_step of {{0}}", fix)
+        for feature, (what, fix) in OF_TRAIN_STEPS.items()
+    ),
+    Row(
+        (Feature.TRAIN_STEP, Feature.METRICS, Feature.TEST_STEP),
+        "metrics= of the task does not go with the train_step of {0}",
+        "return them from test_step, or leave test_step out and give the task loss= and metrics=",
+    ),
+    Row(
+        (Feature.TRAIN_STEP, Feature.VALIDATION, Feature.NO_JUDGE),
+        "{0} has a train_step of its own and the task has validation data, but nothing says how to evaluate",
+        "write test_step(self, data), give the task loss=, or leave validation= out",
+    ),
+    # models and optimizers
+    Row(
+        (Feature.KERAS, Feature.LOSS_SCALE),
+        "the optimizer is a LossScaleOptimizer",
+        "give the inner one: train.precision: fp16 scales the loss by itself",
+    ),
+    Row(
+        (Feature.COMPILE, Feature.JOINT_LAYERS, Feature.RANKS),
+        "train.compile is true, and {1} normalises over all ranks",
+        "leave train.compile out, or use plain BatchNorm: not SyncBatchNorm, and no synchronized=True",
+    ),
+    Row(
+        (Feature.JOINT_LAYERS, Feature.COMPILED_MODEL, Feature.RANKS),
+        "{1} is compiled, and train.sync_batchnorm cannot reach into it",
+        "leave torch.compile and torch.jit out of the task",
+    ),
+    Row(
+        (Feature.SPARSE_ADAM, Feature.DENSIFY),
+        "SparseAdam updates {0}, and reduce.sparse is densify, which leaves it no sparse gradient",
+        "leave reduce.sparse at auto, or use Adam",
+    ),
+    Row(
+        (Feature.EMA, Feature.HALF_PARAMETERS),
+        "train.ema_decay is given, but the model's parameters have 16 bits, which hold no slow average",
+        "keep the parameters in float32: train.precision computes in 16 bits",
+    ),
+    Row(
+        (Feature.FP16, Feature.HALF_PARAMETERS),
+        "train.precision is fp16, whose loss scale needs gradients in float32, and the model's parameters have 16 bits",
+        "keep the parameters in float32, or leave train.precision out",
+    ),
+    Row(
+        (Feature.CHANNELS_LAST, Feature.VOLUMES),
+        "train.channels_last is for images, and parameter {1} has 5 dimensions",
+        "leave train.channels_last out",
+    ),
+    Row(
+        (Feature.KERAS, Feature.CHANNELS_LAST),
+        "train.channels_last is for PyTorch, and the task is a KerasTask",
+        "leave it out: Keras layers have a data_format",
+    ),
+    Row(
+        (Feature.KERAS, Feature.RECOMPUTE),
+        "train.recompute is for layers of PyTorch, and the model is one of Keras",
+        "leave it out",
+    ),
+    Row(
+        (Feature.KERAS, Feature.OVERLAP),
+        "reduce.overlap is on, but Keras gradients travel after the backward pass",
+        "leave reduce.overlap at auto",
+    ),
+    *(
+        Row(
+            (feature, Feature.FP32_MODEL),
+            f"{feature.replace(':', ' is')} but no layer of the Keras model computes in it",
+            f"call keras.config.set_dtype_policy({policy!r}) before the model is made",
+        )
+        for feature, policy in ((Feature.BF16, "mixed_bfloat16"), (Feature.FP16, "mixed_float16"))
+    ),
+)
+
+
+def clash(uses: Uses) -> Row | None:
+    """The first row of which a run uses all features."""
+    return next((row for row in TABLE if all(feature in uses for feature in row.features)), None)
+
+
+def refusal(uses: Uses) -> Refused:
+    """The error of features that do not go together."""
+    row = clash(uses)
+    assert row is not None, "a row of the table says so"
+    return Refused(row, row.what.format(*(uses[feature] for feature in row.features)))
+
+
+def refuse(uses: Uses) -> None:
+    """Raises Refused if a run uses features that do not go together."""
+    if clash(uses) is not None:
+        raise refusal(uses)
+
+
+def page() -> str:
+    """The table, in Markdown."""
+    lines = ["| what | does not go with | instead |", "|---|---|---|"]
+    for first, *others, fix in sorted([*map(shown, row.features), escaped(row.fix)] for row in TABLE):
+        lines.append(f"| {first} | {', and '.join(others)} | {fix} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(feature: Feature) -> str:
+    """As code, if it is a key of the run file."""
+    return f"`{feature}`" if re.fullmatch(r"[a-z_.]+\.[a-z_]+(: \w+)?", feature) else escaped(feature)
+
+
+def escaped(text: str) -> str:
+    """Not taken for Markdown."""
+    return re.sub(r"([\[\]*_`|])", r"\\\1", text)
+
+
+if __name__ == "__main__":
+    foreign_text.show(page(), end="")

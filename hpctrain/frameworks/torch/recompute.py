@@ -1,0 +1,110 @@
+"""Layers whose activations are not kept for the backward pass, but computed again in it: less memory, more time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.errors import UserError
+
+CONTAINERS = (ModuleList, ModuleDict, Sequential)
+"""Modules of which only the parts compute: they are looked into."""
+
+
+def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
+    """Has layers of a model recompute, in place; their names, parameters and results stay what they are, bit for bit.
+
+    Args:
+        model: any.
+        patterns: of names of layers, such as ``blocks.*``; ``*`` means all layers. A layer inside one that matches is
+            part of it.
+
+    Returns:
+        the names of the layers.
+
+    Raises:
+        UserError: a pattern matches no layer.
+    """
+    layers = dict(_outermost(model, patterns))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            have = ", ".join(name for name, _ in _outermost(model, ["*"])) or "none"
+            raise UserError(f"train.recompute: no layer of the model is called {pattern}", f"its layers are: {have}")
+    for layer in layers.values():
+        layer.forward = functools.partial(Recomputed(layer), layer.forward)
+    return list(layers)
+
+
+def _outermost(module: Module, patterns: Sequence[str], path: str = "") -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        full = f"{path}{name}"
+        if not isinstance(child, CONTAINERS) and any(fnmatchcase(full, pattern) for pattern in patterns):
+            yield full, child
+        else:
+            yield from _outermost(child, patterns, f"{full}.")
+
+
+class Recomputed:
+    """A layer's forward pass that keeps its inputs only.
+
+    What the layer changes in its own buffers (running statistics, power iterations) it changes once: the second pass
+    begins with what the first one began with, and leaves no trace.
+
+    Args:
+        layer: the module.
+    """
+
+    def __init__(self, layer: Module) -> None:
+        self.layer = layer
+        self.changing: set[str] | None = None
+        """Buffers that a forward pass changes; all others are masks and tables. Known after the first pass."""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The layer's outputs."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before: dict[str, Tensor] = {}
+        passes = lambda: (self._first(before), self._second(before))  # noqa: E731
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
+
+    @contextlib.contextmanager
+    def _first(self, before: dict[str, Tensor]) -> Iterator[None]:
+        buffers = dict(self.layer.named_buffers())
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        copied = buffers.keys() if self.changing is None else self.changing
+        before.update((name, buffers[name].clone()) for name in copied)
+        yield
+        if not self.layer.training:
+            return
+        if self.changing is None:  # by value: BatchNorm's kernels do not count a version
+            self.changing = {
+                name for name, buffer in self.layer.named_buffers() if not torch.equal(buffer, before[name])
+            }
+        for name, buffer in self.layer.named_buffers():
+            if name not in self.changing and (buffer is not buffers[name] or buffer._version != versions[name]):
+                what = f"a layer of train.recompute has changed its buffer {name}, which it had not in its first pass"
+                raise UserError(what, "leave the layer out of train.recompute")
+
+    @contextlib.contextmanager
+    def _second(self, before: dict[str, Tensor]) -> Iterator[None]:
+        buffers = [(buffer, before[name]) for name, buffer in self.layer.named_buffers() if name in before]
+        after = [buffer.clone() for buffer, _ in buffers]
+        _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
+        try:
+            yield
+        finally:
+            _fill([buffer for buffer, _ in buffers], after)
+
+
+def _fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

@@ -1,0 +1,241 @@
+"""Programs in the form in which they are published, and their ports (examples/ports): the same numbers in few lines.
+
+On 1 and 2 ranks; with HPCTRAIN_PORTS=all also on 3 and 4, each of them killed and resumed on 1, 2 and 4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.store import CheckpointStore
+from tests.support.command import events, hpctrain
+from tests.support.mpi import mpirun
+
+ROOT = Path(__file__).parents[2]
+PORTS = ROOT / "examples" / "ports"
+PROGRAM = ROOT / "tests/dist/programs/ports.py"
+ALL = os.environ.get("HPCTRAIN_PORTS") == "all"
+RANKS = (1, 2, 3, 4) if ALL else (1, 2)
+STOPS = {1: 8, 2: 17, 3: 23}
+"""Where a run that changes its number of ranks ends its part on so many."""
+KILLED_AFTER = 13
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Port:
+    """What is expected of one."""
+
+    written: int
+    """Lines of the port that the original does not have, at most."""
+    metric: str | None = None
+    """Of the validation, or None."""
+    draws: float | None = None
+    """How far loss and metric may be from the original's, relatively, since random numbers are drawn otherwise; None if
+    none are drawn."""
+    alike: bool = True
+    """Whether ranks draw what one process does."""
+    framework: str = "torch"
+
+
+PAIRS = {
+    "bert": Port(written=13, metric="f1"),
+    "clip": Port(written=9),
+    "dcgan": Port(written=28, draws=0.15),
+    "dlrm": Port(written=13, metric="auc"),
+    "lstm": Port(written=47, metric="loss"),
+    "siamese": Port(written=13, metric="accuracy"),
+    "tokens": Port(written=12),
+    "unet3d": Port(written=11, metric="dice", draws=0.15),
+    "vae": Port(written=3, draws=0.02, alike=False, framework="tensorflow"),
+}
+CHAOS_AFTER = {"dcgan": 12}
+"""Steps after which a rounding error has become more than that: Adam moves a weight whose gradient is one by as much as
+any other. In float64 the ranks of this program agree to 1e-15 over all steps."""
+SOME = ("dlrm", "tokens")
+"""Sparse tables and a stream. Other tests have the state of each lane, drop-out and Keras' own steps."""
+PREPARED = ("tokens",)
+"""Whose port makes its data when it is called as a program."""
+CHANGING = tuple(name for name, port in PAIRS.items() if port.alike) if ALL else SOME
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S * 3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs, and of the data that the programs make."""
+    return tmp_path_factory.mktemp("ports")
+
+
+def launch(ranks: int, framework: str, folder: Path, entries: list[Any], code: int = 0) -> None:
+    """Trains; see programs/ports.py."""
+    done = mpirun(
+        ranks, PROGRAM, json.dumps(entries), cwd=folder, env={"PYTHONPATH": str(ROOT)},
+        timeout=LIMIT_S, check=False, warm=framework,
+    )  # fmt: skip
+    assert (done.returncode == 0) == (code == 0), done.output
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Any:
+    """`trained(framework)`: all runs of its programs that are not killed, made once."""
+
+    @cache
+    def made(framework: str) -> Path:
+        names = [name for name, port in PAIRS.items() if port.framework == framework]
+        for ranks in RANKS:
+            part = {"stop_after": STOPS[ranks]} if ranks != RANKS[-1] else {}
+            entries: list[Any] = [[name, f"{name}-{ranks}", {}] for name in names]
+            entries += [[name, f"{name}-changing", part] for name in names if name in CHANGING]
+            if ranks == 1:  # originals come last: TensorFlow keeps the threads that its first user gave it
+                prepared = [[name, f"{name}-prepared", {"python": "port.py"}] for name in names if name in PREPARED]
+                originals = [[name, f"{name}-original", {"python": "original.py"}] for name in names]
+                entries = [*prepared, *entries, *originals]
+            launch(ranks, framework, folder, entries)
+        return folder
+
+    return made
+
+
+def printed(run: Path, kind: str, value: str) -> list[float]:
+    """What the original says of each ``step`` or ``epoch``; several losses of one are added."""
+    lines = (run / "printed").read_text().splitlines()
+    found = [re.findall(rf"\b{value}\w* (\S+)", line) for line in lines if line.startswith(f"{kind} ")]
+    return [sum(map(float, numbers)) for numbers in found]
+
+
+def losses(run: Path) -> list[float]:
+    """Of each step; those that were repeated count once, and must be what they were."""
+    found: dict[int, float] = {}
+    for event in events(run, "train"):
+        assert found.setdefault(event["step"], event["loss"]) == event["loss"], event["step"]
+    assert list(found) == list(range(1, len(found) + 1))
+    return list(found.values())
+
+
+def validations(run: Path, metric: str) -> list[float]:
+    """Of each epoch."""
+    return [event["metrics"][metric] for event in events(run, "eval")]
+
+
+def assert_alike(name: str, found: list[float], wanted: list[float]) -> None:
+    """Losses of other ranks than those of the wanted ones."""
+    steps = CHAOS_AFTER.get(name, len(wanted))
+    assert found[:steps] == pytest.approx(wanted[:steps], rel=1e-6)
+    assert found == pytest.approx(wanted, rel=1e-2)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_port_gives_the_numbers_of_the_original(name: str, trained: Any) -> None:
+    port = PAIRS[name]
+    runs = trained(port.framework)
+    original, alone = runs / f"{name}-original", losses(runs / f"{name}-1")
+    assert len(alone) >= 30
+    by_step = printed(original, "step", "loss") or np.repeat(printed(original, "epoch", "loss"), 10).tolist()
+    for ranks in RANKS:
+        found = losses(runs / f"{name}-{ranks}")
+        if port.draws is None:
+            assert found == pytest.approx(by_step, rel=1e-6)
+        else:
+            assert len(found) == len(by_step)
+            assert np.mean(found[-10:]) == pytest.approx(np.mean(by_step[-10:]), rel=port.draws)
+        if port.alike:
+            assert_alike(name, found, alone)
+        if port.metric is not None:
+            said = printed(original, "epoch", port.metric)
+            assert validations(runs / f"{name}-{ranks}", port.metric) == pytest.approx(said, rel=port.draws or 1e-6)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_run_that_changes_its_number_of_ranks_gives_the_same_numbers(name: str, trained: Any) -> None:
+    port = PAIRS[name]
+    runs = trained(port.framework)
+    assert [event["step"] for event in events(runs / f"{name}-changing", "resumed")] == list(STOPS.values())[
+        : len(RANKS) - 1
+    ]
+    assert_alike(name, losses(runs / f"{name}-changing"), losses(runs / f"{name}-1"))
+
+
+KILLED = [(name, ranks) for name in (PAIRS if ALL else SOME) for ranks in ((1, 2, 4) if ALL else (2,))]
+"""Programs, and on how many ranks they are killed."""
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> Any:
+    """`resumed(framework, ranks)`: the runs that are killed on so many, each in its own launch, and resumed in one."""
+
+    @cache
+    def made(framework: str, ranks: int) -> Path:
+        names = [name for name, on in KILLED if on == ranks and PAIRS[name].framework == framework]
+        saving = {"keys": {"checkpoint.every_steps": 3}}
+        for name in names:
+            launch(
+                ranks, framework, folder, [[name, f"{name}-killed-{ranks}", saving | {"kill_after": KILLED_AFTER}]], 1
+            )
+        launch(ranks, framework, folder, [[name, f"{name}-killed-{ranks}", saving] for name in names])
+        return folder
+
+    return made
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("name", "ranks"), KILLED)
+def test_a_port_that_is_killed_and_resumed_ends_bit_for_bit_the_same(
+    name: str, ranks: int, trained: Any, resumed: Any
+) -> None:
+    framework = PAIRS[name].framework
+    straight, broken = trained(framework) / f"{name}-{ranks}", resumed(framework, ranks) / f"{name}-killed-{ranks}"
+    (event,) = events(broken, "resumed")
+    assert 0 < event["step"] < KILLED_AFTER
+    assert losses(broken) == losses(straight)
+    wanted, found = (CheckpointStore(run / "checkpoints").load() for run in (straight, broken))
+    assert wanted.arrays.keys() == found.arrays.keys()
+    assert [
+        key for key, array in wanted.arrays.items() if not np.array_equal(array, found.arrays[key], equal_nan=True)
+    ] == []
+    assert wanted.meta["state"]["samples"] == found.meta["state"]["samples"]
+
+
+@pytest.mark.world_size(2)
+def test_the_command_of_the_docs(tmp_path: Path) -> None:
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^hpctrain (.*examples/ports.*)$", page, re.M)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    hpctrain(*shlex.split(command), cwd=tmp_path, warm="torch")
+    assert events(tmp_path / "runs/dlrm", "run_finished")[-1]["reason"] == "completed"
+
+
+def code(path: Path) -> list[str]:
+    """The lines of a program that do something."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def written(name: str, folder: Path) -> int:
+    """Lines of a port that the original does not have, by ``diff``."""
+    for program in ("original", "port"):
+        (folder / program).write_text("\n".join(code(PORTS / name / f"{program}.py")) + "\n")
+    done = subprocess.run(["diff", folder / "original", folder / "port"], capture_output=True, text=True, timeout=60)
+    return done.stdout.count("\n> ")
+
+
+def test_ports_are_written_in_few_lines(tmp_path: Path) -> None:
+    assert sorted(PAIRS) == sorted(path.name for path in PORTS.iterdir() if path.is_dir())
+    found = {name: written(name, tmp_path) for name in PAIRS}
+    assert {name: lines for name, lines in found.items() if lines > PAIRS[name].written} == {}
+    assert statistics.median(found.values()) <= 15
+    assert all(len(code(PORTS / name / "run.yaml")) <= 4 for name in PAIRS)

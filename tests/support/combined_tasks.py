@@ -1,0 +1,126 @@
+"""A PyTorch task that uses the features whose names it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.config.combinations import Feature
+from hpctrain.data import open_stream
+from hpctrain.tasks.definition import TorchScheduler, TorchTask
+from hpctrain.train.hooks import RateHook
+
+SAMPLES = 40
+
+
+class Images(nn.Module):
+    """A convolution, normalised; in any precision, from float32 to float32."""
+
+    def __init__(self, uses: set[Feature]) -> None:
+        super().__init__()
+        volumes = Feature.VOLUMES in uses
+        self.convolution = (nn.Conv3d if volumes else nn.Conv2d)(2, 3, 3)
+        norm = nn.BatchNorm3d(3) if volumes else nn.BatchNorm2d(3)
+        self.norm = nn.SyncBatchNorm(3) if Feature.JOINT_LAYERS in uses else norm
+        self.activation = torch.compile(nn.Tanh()) if Feature.COMPILED_MODEL in uses else nn.Tanh()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 1]."""
+        hidden = self.activation(self.norm(self.convolution(x.to(self.head.weight.dtype))))
+        return self.head(hidden.flatten(2).mean(2)).float()
+
+
+class Words(nn.Module):
+    """A table of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 1, sparse=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """[n, 1]."""
+        return self.table(words).mean(1)
+
+
+class Halved(RateHook):
+    """Half of the rate."""
+
+    def adjusted(self, schedule: Any) -> Any:
+        return lambda step: 0.5 * schedule(step)
+
+
+def forward(model: Any, batch: dict[str, Tensor]) -> Any:
+    """Of the first model."""
+    first = next(iter(model.values())) if isinstance(model, Mapping) else model
+    return first(next(iter(batch.values())))
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over the samples."""
+    return functional.mse_loss(outputs, batch["y"])
+
+
+def data_for(uses: set[Feature]) -> Any:
+    """40 samples."""
+    random = np.random.default_rng(3)
+    shape = (SAMPLES, 2, 4, 4, 4) if Feature.VOLUMES in uses else (SAMPLES, 2, 4, 4)
+    inputs = {"x": random.normal(size=shape).astype(np.float32)}
+    if Feature.SPARSE_ADAM in uses:
+        inputs = {"words": random.integers(0, 50, (SAMPLES, 5))}
+    return inputs | {"y": random.normal(size=(SAMPLES, 1)).astype(np.float32)}
+
+
+def training_data(uses: set[Feature], data: dict[str, Any]) -> Any:
+    """As arrays, or one sample after the other."""
+    if Feature.STREAM not in uses:
+        return data
+    return open_stream([{name: array[index] for name, array in data.items()} for index in range(SAMPLES)])
+
+
+def task(uses: list[str]) -> TorchTask:
+    """With the features of these names."""
+    has = {Feature[name] for name in uses}
+    several = bool(has & {Feature.SEVERAL_MODELS, Feature.SEVERAL_OPTIMIZERS})
+    torch.manual_seed(3)
+    models = {name: Words() if Feature.SPARSE_ADAM in has else Images(has) for name in ("one", "other")}
+    for model in models.values():
+        if Feature.HALF_PARAMETERS in has:
+            model.to(torch.bfloat16)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        if Feature.SPARSE_ADAM in has:
+            return torch.optim.SparseAdam(model.parameters(), lr=0.01)
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(ctx: Any, batch: dict[str, Tensor]) -> None:
+        for part in [batch] if has & {Feature.NO_SPLIT, Feature.GATHER} else ctx.split(batch):
+            for name, model in ctx.models.items():
+                outputs = model(next(iter(part.values())))
+                outputs = ctx.gather(outputs) if Feature.GATHER in has else outputs
+                ctx.backward(loss(outputs, part), name if several else None)
+        for name in ctx.models:
+            ctx.update(name if several else None)
+
+    data = data_for(has)
+    made: dict[str, Any] = {"train": training_data(has, data)}
+    made |= {} if Feature.NO_VALIDATION in has else {"validation": data}
+    made |= {} if Feature.NO_JUDGE in has else {"loss": loss}
+    made |= {} if Feature.NO_FORWARD in has else {"forward": forward}
+    made |= {"step": step} if Feature.OWN_STEP in has or several else {}
+    made |= {"metrics": {"loss_again": loss}} if Feature.METRICS in has else {}
+    made |= {"sampler": lambda epoch: np.arange(SAMPLES)} if Feature.SAMPLER in has else {}
+    made |= {"schedule": lambda step: 0.5} if Feature.TASK_SCHEDULE in has else {}
+    if has & {Feature.TORCH_SCHEDULER, Feature.EVALUATION_SCHEDULER}:
+        every = "evaluation" if Feature.EVALUATION_SCHEDULER in has else "step"
+        scheduler = torch.optim.lr_scheduler.StepLR
+        made |= {"schedule": TorchScheduler(lambda each: scheduler(each, 1), every)}  # type: ignore[arg-type]
+    made |= {"hooks": [Halved()]} if Feature.RATE_HOOK in has else {}
+    optimizers = {name: optimizer(model) for name, model in models.items()}
+    both = {"model": models, "optimizer": optimizers}
+    return TorchTask(**made, **(both if several else {name: each["one"] for name, each in both.items()}))
