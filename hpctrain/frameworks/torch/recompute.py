@@ -45,7 +45,7 @@ def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
                 f"train.recompute: the task compiles {name}, and the compiler decides itself what it computes again",
                 "leave it out of train.recompute, or torch.compile out of the task",
             )
-    for layer in {id(layer): layer for layer in layers.values()}.values():  # one may have several names
+    for layer in layers.values():
         layer.forward = functools.partial(Recomputed(layer), layer.forward)
     return list(layers)
 

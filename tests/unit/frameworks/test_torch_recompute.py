@@ -128,21 +128,6 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
             model(torch.randn(3, 2)).sum().backward()
 
 
-def test_a_layer_with_two_names_computes_again_once() -> None:
-    passes = []
-
-    class Counted(nn.Linear):
-        def forward(self, values: Tensor) -> Tensor:
-            passes.append(len(values))
-            return super().forward(values).tanh()
-
-    layer = Counted(2, 2)
-    model = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
-    recompute(model, ["*"])
-    model(torch.randn(3, 2)).sum().backward()
-    assert passes == [3] * 4, "each of two forward passes, once again"
-
-
 def test_layers_that_the_task_compiles_are_named() -> None:
     inside = torch.compile(Net(), backend="eager")
     in_place = Net()
