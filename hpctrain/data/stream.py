@@ -157,6 +157,8 @@ def open_stream(
         UserError: the source gives no samples, can be read only once, or its samples cannot be trained on.
     """
     if isinstance(source, Stream):
+        if fields is not None or decode is not None:
+            raise UserError("open_stream got a stream that is open", "give it the source, and fields and decode once")
         return source
     kind, names = type(source).__name__, None if fields is None else tuple(fields)
     if "torch.DataLoader" in bases_of(source):

@@ -77,6 +77,7 @@ def updates_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
         or optimizer.global_clipnorm
         or optimizer.use_ema
         or optimizer.gradient_accumulation_steps
+        or optimizer.loss_scale_factor  # Keras divides by it, which tf.IndexedSlices cannot
     )
     kind = type(optimizer)
     return plain and (kind is keras.optimizers.Adagrad or (kind is keras.optimizers.SGD and not optimizer.momentum))

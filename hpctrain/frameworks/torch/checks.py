@@ -68,7 +68,8 @@ def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, r
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """By the task: what such a part calls is not seen."""
-    return isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+    by_itself = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+    return by_itself or module._compiled_call_impl is not None
 
 
 def require_scalar(loss: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +29,31 @@ class Together(Optimizer):
         each: no two of which update the same parameter.
     """
 
+    each: tuple[Optimizer, ...] = ()
+
     def __init__(self, each: Sequence[Optimizer]) -> None:
-        super().__init__([group for one in each for group in one.param_groups], {})
+        super().__init__([group for one in each for group in one.param_groups], common([one.defaults for one in each]))
         self.each = tuple(each)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """Those of each, as they are now: an optimizer that loads its state makes new ones."""
+        return [group for one in self.each for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        """Nothing: there are no others."""
 
     def step(self, closure: Any = None) -> Any:
         """Each takes its own."""
         for one in self.each:
             one.step()
+
+
+def common(defaults: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that all have: schedulers look there whether there is a momentum."""
+    first, *others = defaults
+    return {key: value for key, value in first.items() if all(key in other for other in others)}
 
 
 def joined(optimizer: Any) -> Any:
@@ -52,12 +70,16 @@ def joined(optimizer: Any) -> Any:
     if wrong or not optimizer:
         told = f"holds {wrong[0]}, which is no torch.optim.Optimizer" if wrong else "is an empty list"
         raise UserError(f"optimizer of the task {told}", "give a list of objects: [SparseAdam(...), Adam(...)]")
-    try:
-        return Together(optimizer)
-    except ValueError as error:
-        raise UserError(
-            f"the optimizers of the task do not go together: {error}", "give each parameter to one"
-        ) from error
+    updated = Counter(place for each in optimizer for place in {id(one) for one in parameters_of(each)})
+    if max(updated.values(), default=0) > 1:
+        told = "some parameters appear in more than one"
+        raise UserError(f"the optimizers of the task do not go together: {told}", "give each parameter to one")
+    return Together(optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Of all groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 @dataclass(frozen=True)

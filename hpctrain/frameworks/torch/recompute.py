@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,16 +31,31 @@ def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
         the names of the layers.
 
     Raises:
-        UserError: a pattern matches no layer.
+        UserError: a pattern matches no layer, or one whose code the task has compiled.
     """
     layers = dict(_outermost(model, patterns))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
             have = ", ".join(name for name, _ in _outermost(model, ["*"])) or "none"
             raise UserError(f"train.recompute: no layer of the model is called {pattern}", f"its layers are: {have}")
+    traced = {id(part) for module in model.modules() for part in traced_parts(module)}
+    for name, layer in layers.items():
+        if id(layer) in traced:
+            raise UserError(
+                f"train.recompute: the task compiles {name}, and the compiler decides itself what it computes again",
+                "leave it out of train.recompute, or torch.compile out of the task",
+            )
     for layer in layers.values():
         layer.forward = functools.partial(Recomputed(layer), layer.forward)
     return list(layers)
+
+
+def traced_parts(module: Module) -> Iterable[Module]:
+    """What the compiler sees the inside of, if this is compiled: by torch.compile, which puts another module around it,
+    or in place."""
+    if type(module).__name__ == "OptimizedModule":
+        return module._orig_mod.modules()  # type: ignore[union-attr]
+    return module.modules() if module._compiled_call_impl is not None else ()
 
 
 def _outermost(module: Module, patterns: Sequence[str], path: str = "") -> Iterator[tuple[str, Module]]:

@@ -193,6 +193,13 @@ def test_what_cannot_be_decoded_is_told() -> None:
         take(StreamingData(stream, StreamOrder(5), 0, 1), 4)
 
 
+def test_an_open_stream_is_not_decoded_again() -> None:
+    stream = open_stream(Again())
+    assert open_stream(stream) is stream
+    with pytest.raises(UserError, match="a stream that is open"):
+        open_stream(stream, decode=dict)
+
+
 class Reused(Again):
     """Gives one object again and again."""
 

@@ -29,6 +29,7 @@ optimizers = keras.optimizers
         (lambda: optimizers.SGD(0.5, momentum=0.9), {}, False),
         (lambda: optimizers.Adagrad(0.1, weight_decay=0.1), {}, False),
         (lambda: optimizers.SGD(0.5, clipnorm=1.0), {}, False),
+        (lambda: optimizers.SGD(0.5, loss_scale_factor=4.0), {}, False),
         (lambda: optimizers.Adam(0.1), {}, False),
         (lambda: optimizers.SGD(0.5), {"compile": True}, False),
         (lambda: optimizers.SGD(0.5), {"reduce": {"sparse": "densify"}}, False),

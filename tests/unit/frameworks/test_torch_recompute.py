@@ -128,6 +128,18 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
             model(torch.randn(3, 2)).sum().backward()
 
 
+def test_layers_that_the_task_compiles_are_named() -> None:
+    inside = torch.compile(Net(), backend="eager")
+    in_place = Net()
+    in_place.blocks[1].compile(backend="eager")
+    for model, patterns in ((inside, ["_orig_mod.blocks.*"]), (inside, ["*"]), (in_place, ["blocks.*"])):
+        with pytest.raises(UserError, match=r"the task compiles (_orig_mod|blocks\.1)"):
+            recompute(model, patterns)
+    recompute(in_place, ["blocks.2", "out"])
+    around = nn.Sequential(torch.compile(Block(), backend="eager"))
+    assert recompute(around, ["*"]) == ["0"], "the compiled part is called again"
+
+
 def test_compiled_models_do_not_recompute() -> None:
     with pytest.raises(UserError, match=r"train\.compile and train\.recompute"):
         Config("run", "a:b", TrainConfig(epochs=1, global_batch=4, compile=True, recompute=("*",)))

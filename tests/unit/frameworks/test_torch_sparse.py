@@ -182,3 +182,41 @@ def test_a_schedule_may_have_a_factor_for_each_optimizer_of_a_list() -> None:
     assert [group["lr"] for group in framework.optimizer.param_groups] == [0.05 * 0.5, 0.01 * 0.25]
     with pytest.raises(UserError, match="3 factors for the 2 parameter groups"):
         framework.set_learning_rate([0.5, 0.25, 1.0])
+
+
+class Speaking(optim.SGD):
+    """Has methods of its own for its state, and so new groups once it has loaded it."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def speaking_list(model: Words) -> Any:
+    """One that saves itself, and one that does not."""
+    return joined([Speaking(model.embedding.parameters(), 0.1), optim.Adam(model.head.parameters(), 0.01)])
+
+
+def test_rates_reach_each_optimizer_of_a_list_that_has_loaded_its_own_state() -> None:
+    saved = {}
+    for tensor in framework_of(speaking_list).state():
+        saved[tensor.name] = np.empty(tensor.shape, tensor.dtype)
+        tensor.copy_into(saved[tensor.name])
+    framework = framework_of(speaking_list)
+    framework.load(saved)
+    framework.set_learning_rate([0.5, 0.25])
+    optimizer = framework.optimizer
+    assert [one.param_groups[0]["lr"] for one in optimizer.each] == [0.1 * 0.5, 0.01 * 0.25]
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.each[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 * 0.1)
+
+
+def test_a_scheduler_finds_the_momentum_that_all_optimizers_of_a_list_have() -> None:
+    model = Words()
+    adams = joined([optim.SparseAdam(model.embedding.parameters()), optim.Adam(model.head.parameters())])
+    optim.lr_scheduler.OneCycleLR(adams, max_lr=0.1, total_steps=10)
+    assert [group["betas"][0] for group in adams.param_groups] == [0.95, 0.95]

@@ -120,6 +120,10 @@ def test_compiled_parts_are_refused() -> None:
     model = nn.Sequential(scripted)
     with pytest.raises(UserError, match="0 is compiled"):
         refuse(model_features(model, [], True, 2))
+    in_place = nn.Sequential(nn.BatchNorm1d(2))
+    in_place[0].compile(backend="eager")
+    with pytest.raises(UserError, match="0 is compiled"):
+        refuse(model_features(in_place, [], True, 2))
     with pytest.raises(UserError, match=r"train\.compile and train\.sync_batchnorm"):
         Config("run", "a:b", TrainConfig(steps=1, global_batch=1, compile=True, sync_batchnorm=True))
 
