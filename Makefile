@@ -3,7 +3,7 @@
 # make check  before every commit: style, types, unit tests; under a minute
 # make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times; train every layer on
 #               4 ranks; kill and resume every ported program on 1, 2 and 4; attack the monitor's network with 4,500
-#               intruders; half an hour
+#               intruders; half an hour. Parts that have passed are not repeated after an interruption
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
 # make mutants  make 200 small mistakes in the modules that decide: tests have to see nine of ten; half an hour
@@ -13,6 +13,7 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
+TORTURE := kills damage sweep ports intruders
 
 .PHONY: demo test check lint docs docs-pictures torture mutants bench clean setup setup-dev
 
@@ -40,12 +41,18 @@ docs: setup-dev
 docs-pictures: setup-dev
 	$(BIN)/python -m tests.support.pictures docs/pictures
 
-torture: setup-dev
-	HPCTRAIN_KILLS=200 $(BIN)/python -m pytest -q tests/dist/test_checkpoint_kills.py
-	HPCTRAIN_CORRUPTIONS=12000 $(BIN)/python -m pytest -q tests/unit/checkpoint/test_damage.py
-	HPCTRAIN_SWEEP_RANKS=4 $(BIN)/python -m pytest -q tests/dist/test_sweep.py
-	HPCTRAIN_PORTS=all $(BIN)/python -m pytest -q tests/dist/test_ports.py
-	HPCTRAIN_INTRUDERS=4500 $(BIN)/python -m pytest -q tests/unit/monitor/test_door.py tests/unit/monitor/test_agents.py
+torture: $(TORTURE:%=build/torture/%)
+	rm -r build/torture
+
+build/torture/kills: TESTS := HPCTRAIN_KILLS=200 tests/dist/test_checkpoint_kills.py
+build/torture/damage: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_damage.py
+build/torture/sweep: TESTS := HPCTRAIN_SWEEP_RANKS=4 tests/dist/test_sweep.py
+build/torture/ports: TESTS := HPCTRAIN_PORTS=all tests/dist/test_ports.py
+build/torture/intruders: TESTS := HPCTRAIN_INTRUDERS=4500 tests/unit/monitor/test_door.py tests/unit/monitor/test_agents.py
+
+build/torture/%: | setup-dev
+	env $(firstword $(TESTS)) $(BIN)/python -m pytest -q $(wordlist 2,9,$(TESTS))
+	@mkdir -p $(@D) && touch $@
 
 mutants: setup-dev
 	$(BIN)/python -m tests.mutants.run
