@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,22 @@ class RowExchange:
         group: the ranks.
         tables: (rows, columns) of each table.
         dtype: of the values.
+        largest: message, in elements; a table alone may need more.
     """
 
-    def __init__(self, group: Group, tables: Sequence[tuple[int, int]], dtype: DTypeLike = np.float32) -> None:
+    def __init__(
+        self,
+        group: Group,
+        tables: Sequence[tuple[int, int]],
+        dtype: DTypeLike = np.float32,
+        largest: int = LARGEST_MESSAGE,
+    ) -> None:
         self.comm = duplicate(group)
         self.size = group.size
         self.tables = tables
         self.dtype = np.dtype(dtype)
+        self.index_items = INDEX_BYTES // self.dtype.itemsize
+        self.largest = largest
 
     def sum(self, given: Sequence[Rows]) -> list[Rows]:
         """The sums, by table; rows that any rank has given are there, even if their sum is zero.
@@ -60,15 +69,16 @@ class RowExchange:
             if not as_rows:
                 sums[index] = self._sum_whole(given[index], *self.tables[index])
         among = [index for index, as_rows in enumerate(travels) if as_rows]
-        if among:
-            gathered = self._gather([given[index] for index in among], counts[:, among])
-            sums |= {index: added(parts) for index, parts in zip(among, gathered, strict=True)}
+        items = {index: int(counts[:, index].sum()) * (self.index_items + self.tables[index][1]) for index in among}
+        for together in in_messages(items, self.largest):
+            gathered = self._gather([given[index] for index in together], counts[:, together])
+            sums |= {index: added(parts) for index, parts in zip(together, gathered, strict=True)}
         return [sums[index] for index in range(len(self.tables))]
 
     def _gather(self, given: Sequence[Rows], counts: NDArray[np.int64]) -> list[list[Rows]]:
         """All ranks' rows, by table and rank; ``counts`` are by rank and table."""
         widths = [rows.values.shape[1] for rows in given]
-        index_items = INDEX_BYTES // self.dtype.itemsize
+        index_items = self.index_items
         indices = [np.ascontiguousarray(rows.indices).view(self.dtype) for rows in given]
         mine = np.concatenate([*indices, *[rows.values.reshape(-1) for rows in given]])  # one message is one wait
         lengths = counts @ np.array([index_items + width for width in widths])
@@ -100,6 +110,24 @@ class RowExchange:
     def close(self) -> None:
         """Releases the communicator."""
         self.comm.Free()
+
+
+def in_messages(items: Mapping[int, int], largest: int) -> list[list[int]]:
+    """Tables in their order, in as few messages as they fit into: each is one wait.
+
+    Args:
+        items: of each table.
+        largest: message, in items; a table that is larger has one of its own.
+    """
+    messages: list[list[int]] = []
+    filled = 0
+    for table, count in items.items():
+        if not messages or filled + count > largest:
+            messages.append([])
+            filled = 0
+        messages[-1].append(table)
+        filled += count
+    return messages
 
 
 def rows_are_fewer(total: int, rows: int, columns: int, item_bytes: int) -> bool:

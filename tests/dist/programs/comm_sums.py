@@ -18,7 +18,13 @@ from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.layout import Layout, plan
-from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
+from hpctrain.reduce.mpi_allreduce import (
+    LARGEST_MESSAGE,
+    CompressedAllreduce,
+    FlatAllreduce,
+    HostAllreduce,
+    OverlappedAllreduce,
+)
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, Rows
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce
@@ -79,10 +85,10 @@ def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, .
     pieces.close()
 
 
-def check_rows(world: World, dtype: type[np.floating]) -> None:
+def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
     """Of tables of several widths: some rows of each; none on rank 0 at times; and of one all rows, which is summed."""
     tables = [(50, 3), (70_000, 5), (7, 1), (20, 4)]
-    exchange = RowExchange(world.data, tables, dtype)
+    exchange = RowExchange(world.data, tables, dtype, largest)
     random = np.random.default_rng([3, world.rank])
     for turn in range(20):
         given = []
@@ -216,8 +222,9 @@ def main() -> None:
                 )
                 assert candidate.name == way
                 check_pieces(world, sums, shapes)
-        check_rows(world, np.float32)
-        check_rows(world, np.float64)
+        check_rows(world, np.float32, LARGEST_MESSAGE)
+        check_rows(world, np.float32, 100)
+        check_rows(world, np.float64, LARGEST_MESSAGE)
         if world.size == 4:
             across_nodes(world)
         assert not [name for name in os.listdir(shared_memory.FOLDER) if name.startswith("hpctrain-")]

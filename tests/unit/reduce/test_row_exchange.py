@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.reduce.row_exchange import Rows, added, rows_are_fewer
+from hpctrain.reduce.row_exchange import Rows, added, in_messages, rows_are_fewer
 
 ROWS = 12
 
@@ -36,3 +36,9 @@ def test_the_way_with_fewer_bytes_is_taken() -> None:
     assert not rows_are_fewer(total=900_000, rows=500_000, columns=16, item_bytes=4)
     assert rows_are_fewer(total=0, rows=1, columns=1, item_bytes=4)
     assert not rows_are_fewer(total=2**26, rows=10**9, columns=16, item_bytes=4)  # too many for one message
+
+
+def test_no_message_of_several_tables_is_too_large() -> None:
+    assert in_messages({0: 40, 1: 60, 3: 1, 4: 120, 5: 0}, 100) == [[0, 1], [3], [4], [5]]
+    assert in_messages({2: 2**27, 3: 2**27}, 2**28) == [[2, 3]]
+    assert in_messages({}, 100) == []
