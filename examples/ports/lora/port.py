@@ -1,0 +1,28 @@
+"""An adapter (LoRA, by PEFT) for a BERT of Hugging Face that sorts rows of numbers; needs transformers and peft."""
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import BertConfig, BertForSequenceClassification
+
+from hpctrain import TorchTask
+
+
+def task() -> TorchTask:
+    torch.manual_seed(1)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **size, **dropout))
+    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["query", "value"]))
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
+    ids = np.random.default_rng(0).integers(0, 100, (600, 12))
+    labels = ids.sum(1) % 3
+    return TorchTask(model, loss, optimizer, {"ids": ids, "labels": labels}, forward=forward)
+
+
+def forward(model, batch):
+    return model(input_ids=batch["ids"]).logits
+
+
+def loss(logits, batch):
+    return torch.nn.functional.cross_entropy(logits, batch["labels"])
