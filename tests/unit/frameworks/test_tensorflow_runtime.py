@@ -140,8 +140,8 @@ def test_another_backend_of_keras_is_refused() -> None:
     ended = run(
         "with without_chatter():\n    import tensorflow, keras\n"
         "from types import SimpleNamespace as N\n"
-        "from hpctrain.frameworks.tensorflow.framework import refuse_what_cannot_work\n"
-        "refuse_what_cannot_work(N(), N())\n",
+        "from hpctrain.frameworks.tensorflow.framework import require_trainable\n"
+        "require_trainable(N())\n",
         KERAS_BACKEND="torch",
     )
     assert "UserError: Keras runs on torch, but Keras tasks train on TensorFlow" in ended.stderr
