@@ -123,7 +123,7 @@ def test_the_programs_of_the_api_pages(page: str, newcomer: Path) -> None:
 def test_links_lead_somewhere() -> None:
     for page in [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md")), PROJECT / "CONTRIBUTING.md"]:
         prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
+        for target in re.findall(r"(?<!\\)\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"
 
