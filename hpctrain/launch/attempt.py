@@ -118,7 +118,7 @@ class WatchedAttempt:
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         told = collect(self.run_dir, self.number)
-        first = died_first(self.run_dir, self.number, told)
+        first = died_first(self.run_dir, self.number, told, launcher_messages.bereaved(text + banner))
         deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
         attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]

@@ -55,6 +55,8 @@ OPEN_MPI_IMPROPER = re.compile(
 OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(\d+)")
 HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
+MPI_ERR_UNKNOWN = 14
+"""Open MPI 4 and 5 leave with this number when their runtime tells them that another rank is lost."""
 GAVE_UP = "Timed out waiting for job step to complete"
 WAITS = re.compile(r"Waiting up to (\d+) seconds for job step to finish")
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
@@ -72,23 +74,20 @@ def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
     left a word. srun reports deaths in any order, and those of its victims too: if it is known from elsewhere which
     ranks ``died_first``, all others are their victims.
     """
-    found = [
-        Death(int(rank), int(pid) or None, host, signal=int(number))
-        for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)
-    ]
-    found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
-    found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
-    found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
     # Those that srun reports after it has begun to end the step are victims of that, if nothing else is known.
-    srun_text = text if died_first else text.partition("Terminating StepId")[0]
-    for host, tasks, how in SRUN.findall(srun_text):
-        found += [_srun(rank, host, how) for rank in expand(tasks)]
+    found = _reported(text, text if died_first else text.partition("Terminating StepId")[0])
     if not died_first:
         return found
     first = [replace(death, maybe_victim=False) for death in found if death.rank in died_first]
     unranked = [death for death in found if death.rank is None]
     # A rank that exits with 0 is one that no launcher reports.
     return first or unranked or [Death(rank) for rank in sorted(died_first)]
+
+
+def bereaved(text: str) -> set[int]:
+    """Ranks that MPI ended because it had lost another one."""
+    found = _reported(text, text)
+    return {death.rank for death in found if death.rank is not None and death.exit_code == MPI_ERR_UNKNOWN}
 
 
 def lost_node(text: str) -> str | None:
@@ -129,6 +128,20 @@ SRUN_SIGNALS = {
     "Floating point exception": signal.SIGFPE,
     "Illegal instruction": signal.SIGILL,
 }
+
+
+def _reported(text: str, srun_text: str) -> list[Death]:
+    """All processes that the launchers say ended badly."""
+    found = [
+        Death(int(rank), int(pid) or None, host, signal=int(number))
+        for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)
+    ]
+    found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
+    found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
+    found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
+    for host, tasks, how in SRUN.findall(srun_text):
+        found += [_srun(rank, host, how) for rank in expand(tasks)]
+    return found
 
 
 def _srun(rank: int, host: str, how: str) -> Death:

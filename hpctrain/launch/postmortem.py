@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.errors import Code, ExitCode
@@ -67,12 +67,19 @@ def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
     return None
 
 
-def died_first(run_dir: RunDir, attempt: int, words: Sequence[LastWord] = ()) -> list[int]:
-    """Ranks that the monitor saw die before any other; those that died after a rank's own error are its victims."""
+def died_first(
+    run_dir: RunDir, attempt: int, words: Sequence[LastWord] = (), bereaved: Collection[int] = ()
+) -> list[int]:
+    """Ranks that the monitor saw die before any other; those that died after a rank's own error are its victims.
+
+    ``bereaved`` are ranks that MPI ended because it had lost another one; if the lost one's agent is busy, theirs
+    notes first.
+    """
     told = next((event for event in _hangs(run_dir, attempt) if event.kind == "died"), None)
     among = [rank.rank for rank in (told.ranks if told else ()) if rank.rank is not None]
     first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
     noted = [rank for at, rank in deaths.noted(run_dir, attempt) if at < first_error]
+    noted, among = ([rank for rank in ranks if rank not in bereaved] or ranks for ranks in (noted, among))
     return [rank for rank in noted if rank in among or not among][:1] or among
 
 

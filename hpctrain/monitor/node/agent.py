@@ -53,6 +53,8 @@ class AgentPlan:
     """Descriptor of the listening socket; the first node's agent only, if there are several nodes."""
     chief: dict[str, Any] | None
     """hosts, nodes, folder, attempt and config; the first node's agent only."""
+    watching: int | None = None
+    """Descriptor that the agent closes once no death escapes it."""
 
     @classmethod
     def from_json(cls, text: str) -> AgentPlan:
@@ -77,10 +79,14 @@ class Ears:
         elif known and not wanted:
             self.selector.unregister(source)
 
-    def select(self, seconds: float) -> list[socket.socket | Connection]:
-        """Sources that have something, after at most ``seconds``. Deaths are handed to the node."""
+    def watch(self) -> None:
+        """Listens to the lives of ranks that have joined."""
         for descriptor in self.node.new_lives():
             self.selector.register(descriptor, selectors.EVENT_READ, data="life")
+
+    def select(self, seconds: float) -> list[socket.socket | Connection]:
+        """Sources that have something, after at most ``seconds``. Deaths are handed to the node."""
+        self.watch()
         keys = [key for key, _ in self.selector.select(seconds)]
         for key in keys:
             if key.data == "life":
@@ -281,27 +287,27 @@ class Voice:
                 os.write(sys.stdout.fileno(), line)
 
 
-def give_way() -> None:
-    """Low priority, on any processor of the job rather than the first rank's, and deaf to the job's signals."""
+def turn_deaf() -> None:
+    """Hears none of the job's signals."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+
+
+def give_way() -> None:
+    """Low priority, on any processor of the job rather than the first rank's."""
     with contextlib.suppress(OSError):
         os.nice(10)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def main() -> None:
-    """The process."""
-    give_way()
-    descriptors = raise_descriptors()
-    plan = AgentPlan.from_json(sys.stdin.read())
+def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
+    """The agent that this process is; it may have so many open files."""
     reader = SlotReader.of(plan.memory, plan.layout)
     node = Node(plan.node, reader)
     token = bytes.fromhex(plan.token)
     if plan.chief is None:
-        NodeAgent(node, plan.addresses, plan.port, token).run()
-        return
+        return NodeAgent(node, plan.addresses, plan.port, token)
     folder = RunDir(Path(plan.chief["folder"]))
     config = MonitorConfig(**plan.chief["config"])
     voice = Voice(reader)
@@ -313,7 +319,19 @@ def main() -> None:
         if len(set(chief.nodes)) > most:
             voice.say(f"watches {most} nodes only: more than {descriptors} open files are not permitted here", False)
         door = Door(socket.socket(fileno=plan.listener), token, descriptors, limits)
-    ChiefAgent(node, chief, door).run()
+    return ChiefAgent(node, chief, door)
+
+
+def main() -> None:
+    """The process."""
+    turn_deaf()
+    plan = AgentPlan.from_json(sys.stdin.read())
+    agent = make_agent(plan, raise_descriptors())
+    agent.ears.watch()
+    if plan.watching is not None:
+        os.close(plan.watching)
+    give_way()  # from here on; the first rank has waited for it
+    agent.run()
 
 
 if __name__ == "__main__":

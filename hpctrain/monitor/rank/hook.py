@@ -27,6 +27,9 @@ class MonitorHook(BaseHook):
         self.steps = 0
         self.orderly = False
 
+    def before_fit(self, training: Training) -> None:
+        self.session.await_agent()
+
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         if self.steps == 0:
             self.session.starts_at(training.state.step - 1)

@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -33,6 +34,8 @@ from hpctrain.system.files import make_folder, open_log
 
 DUMP_ON = signal.SIGRTMAX - 3
 """Signal on which a rank writes its stacks if py-spy may not read them; frameworks and schedulers leave it alone."""
+WATCHED_S = 5.0
+"""Longest wait for the agent at the beginning: it has imported its modules while the rank made its task."""
 CLOSE_S = 10.0
 """Longest wait for the agent at the end of a run."""
 PR_SET_PTRACER = 0x59616D61
@@ -45,16 +48,36 @@ class Session:
         clock: what the rank marks its phases on.
         agent: the node's agent, on its first rank; None elsewhere, or if there is no monitor.
         dump_file: where faulthandler writes.
+        watching: a pipe whose other end the agent closes as soon as it watches; -1 without an agent.
     """
 
-    def __init__(self, clock: RingClock, agent: subprocess.Popen[bytes] | None, dump_file: IO[bytes] | None) -> None:
+    def __init__(
+        self,
+        clock: RingClock,
+        agent: subprocess.Popen[bytes] | None,
+        dump_file: IO[bytes] | None,
+        watching: int = -1,
+    ) -> None:
         self.clock = clock
         self.agent = agent
         self.dump_file = dump_file
+        self.watching = watching
 
     def starts_at(self, step: int) -> None:
         """Says which step of the run this attempt's first one is, for events."""
         self.clock.head[FIRST_STEP] = step
+
+    def await_agent(self) -> None:
+        """Returns when the agent watches: it notes who of its node's ranks dies first from now on."""
+        if self.watching >= 0:
+            select.select([self.watching], [], [], WATCHED_S)
+            self.close_pipe()
+
+    def close_pipe(self) -> None:
+        """Closes the one that tells when the agent watches."""
+        if self.watching >= 0:
+            os.close(self.watching)
+            self.watching = -1
 
     def poll(self) -> None:
         """Prints what the monitor has to say, on the rank that can. Never waits."""
@@ -79,6 +102,7 @@ class Session:
             return
         self.clock.head[STATE] = FINISHED
         self.clock.unwatch_gc()
+        self.close_pipe()
         if self.dump_file is not None:
             faulthandler.unregister(DUMP_ON)
             self.dump_file.close()
@@ -116,11 +140,13 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
             foreign_text.show(f"hpctrain monitor: not watching this run: {problems[0]}", sys.stderr)
         return Session(RingClock(), None, None)
     handle, layout, clock = memory
-    agent = start_agent(world, RunDir(Path(folder)), config, handle, layout)
+    watched, watching = os.pipe()
+    agent = start_agent(world, RunDir(Path(folder)), config, handle, layout, watching)
+    os.close(watching)
     os.close(handle)
     pids = world.local.allgather(agent.pid if agent else 0, "learn the agent's number")
     clock.watch_gc()
-    return Session(clock, agent, prepare_dumps(clock, pids[0]))
+    return Session(clock, agent, prepare_dumps(clock, pids[0]), watched)
 
 
 def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingClock] | None, str]:
@@ -149,7 +175,7 @@ def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingCl
 
 
 def start_agent(
-    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: Layout
+    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: Layout, watching: int
 ) -> subprocess.Popen[bytes] | None:
     """Starts this node's agent on its first rank, and tells all of them where the first one listens. Collective."""
     own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []
@@ -187,9 +213,10 @@ def start_agent(
         }
         if world.rank == 0
         else None,
+        watching=watching,
         **meeting,  # type: ignore[arg-type]
     )
-    keep = [handle] + ([listener.fileno()] if listener else [])
+    keep = [handle, watching] + ([listener.fileno()] if listener else [])
     try:
         return spawn(plan, keep, folder)
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.launch.launcher_messages import Death
+from hpctrain.launch.launcher_messages import Death, bereaved
 from hpctrain.launch.postmortem import all_ended_well, complete, died_first, last_line, missing_ranks, ran_out_of_memory
 from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
@@ -30,6 +30,9 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     deaths.note(1)
     assert died_first(run, 2) == [3]
     assert died_first(run, 1) == [], "another attempt's"
+    text = "srun: error: n2: task 3: Exited with exit code 14\nsrun: error: n1: tasks 0-1: Killed\n"
+    assert died_first(run, 2, [], bereaved(text)) == [1], "MPI ended rank 3 after it"
+    assert died_first(run, 2, [], [1, 3]) == [3], "somebody was the first"
     before = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0)
     assert died_first(run, 2, [before]) == []
 

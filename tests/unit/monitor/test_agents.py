@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import secrets
+import select
 import socket
 import struct
 import subprocess
@@ -27,10 +28,13 @@ from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank import session
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import FINISHED, STATE, Layout, Slot, SlotReader
+from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, listen
 from hpctrain.monitor.wire.address import LOOPBACK
+from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.system import processes
 from hpctrain.train.clock import Phase
 
 RANKS_PER_NODE = 4
@@ -203,3 +207,27 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
     node = NodeView(NodePlan(0, (0,), 32, 5.0), SlotReader.of(handle, layout))
     assert Ears(node).select(0) == []
     assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]
+
+
+def test_no_death_escapes_an_agent_that_says_that_it_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "monitor").mkdir()
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(ATTEMPT, "1")
+    layout = Layout(ranks=1, rows=16)
+    handle, path = shared.create(layout)
+    os.unlink(path)
+    slot = Slot(shared.map_memory(handle, layout), layout, 0)
+    slot.join()
+    rank = subprocess.Popen(["sleep", "600"])
+    slot.head[PID], slot.head[STARTED] = rank.pid, processes.birth(rank.pid)
+    watched, watching = os.pipe()
+    plan = AgentPlan(NodePlan(1, (5,), 16, 1.0), handle, layout, secrets.token_hex(32), (), 0, None, None, watching)
+    agent = session.spawn(plan, [handle, watching], RunDir(tmp_path))
+    os.close(watching)
+    assert select.select([watched], [], [], 60)[0], "the agent watches"
+    rank.kill()
+    rank.wait()  # from now on, nobody can find out that it was there
+    agent.communicate(timeout=60)  # all of its ranks have ended
+    os.close(watched)
+    os.close(handle)
+    assert [rank for _, rank in deaths.noted(RunDir(tmp_path), 1)] == [5]
