@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
+    from hpctrain.parallel.tensor_words import columns, rows, vocabulary
     from hpctrain.rank.fit import fit
     from hpctrain.rank.heartbeat import heartbeat
     from hpctrain.reduce.tensorflow_pieces import Pieces as KerasGradients
@@ -124,6 +125,7 @@ _HOMES = {
     "WeightedSampler": "hpctrain.data.samplers:WeightedSampler",
     "World": "hpctrain.comm.world:World",
     "array_tensors": "hpctrain.checkpoint:array_tensors",
+    "columns": "hpctrain.parallel.tensor_words:columns",
     "connect": "hpctrain.comm.world:connect",
     "fit": "hpctrain.rank.fit:fit",
     "from_dataset": "hpctrain.data.packing.source:from_dataset",
@@ -135,9 +137,11 @@ _HOMES = {
     "open_saver": "hpctrain.checkpoint:open_saver",
     "open_stream": "hpctrain.data.stream:open_stream",
     "pad": "hpctrain.data.padding:pad",
+    "rows": "hpctrain.parallel.tensor_words:rows",
     "start_monitor": "hpctrain.monitor.rank.session:start",
     "torch_broadcast": "hpctrain.reduce.torch_reducer:broadcast",
     "torch_reducer": "hpctrain.reduce.torch_reducer:measured_reducer",
+    "vocabulary": "hpctrain.parallel.tensor_words:vocabulary",
     "write_hdf5": "hpctrain.data.packing.write:write_hdf5",
 }
 """Where each name is defined: module:attribute."""
@@ -199,6 +203,7 @@ __all__ = [
     "World",
     "__version__",
     "array_tensors",
+    "columns",
     "connect",
     "fit",
     "from_dataset",
@@ -210,9 +215,11 @@ __all__ = [
     "open_saver",
     "open_stream",
     "pad",
+    "rows",
     "start_monitor",
     "torch_broadcast",
     "torch_reducer",
+    "vocabulary",
     "write_hdf5",
 ]
 

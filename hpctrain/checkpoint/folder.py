@@ -66,8 +66,18 @@ class CheckpointFolder:
         make_durable_folder(self.path)
         partial.mkdir(exist_ok=True)
 
-    def commit(self, partial: Path, step: int, ranks: int, meta: Mapping[str, Any], looks_through: bool = False) -> int:
+    def commit(
+        self,
+        partial: Path,
+        step: int,
+        ranks: int,
+        meta: Mapping[str, Any],
+        looks_through: bool = False,
+        owners: int | None = None,
+    ) -> int:
         """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
+
+        ``owners``: how many of the ranks have state of their own, if not all.
 
         Raises DamagedCheckpoint if shards are not whole; or, if it ``looks_through`` them, do not make up all tensors.
 
@@ -78,7 +88,7 @@ class CheckpointFolder:
             text, num_bytes = index_of(partial / shard_file(rank, ranks))
             texts.append(text)
             total += num_bytes
-        data = manifest_file.encode(step, ranks, meta, texts)
+        data = manifest_file.encode(step, owners or ranks, meta, texts)
         if looks_through:
             manifest_file.parse(data, str(partial / MANIFEST_FILE))
         write_durably(partial / MANIFEST_FILE, data)

@@ -120,7 +120,7 @@ class CheckpointHook(BaseHook):
             self._report(Resumed(step=loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected))
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
-            self._say(restore(self.objects, loaded, leaves, self.store.group, self.config.accept))
+            self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
         elif self.config.init_from:
             source = Source(self.config.init_from, self.config.init_rename, self.config.init_missing)
             match = load_initial(source, training.framework)
@@ -281,9 +281,9 @@ class CheckpointHook(BaseHook):
 
 def trained_alone(tensors: Iterable[StateTensor]) -> list[str] | None:
     """Names of the weights that updates change, if there are frozen ones beside them: an adapter's."""
-    weights = [it for it in tensors if it.name.startswith(MODEL) and it.placement is Placement.REPLICATED]
-    trained = [it.name for it in weights if it.is_trained]
-    return None if len(trained) == len(weights) else trained
+    equal = (Placement.REPLICATED, Placement.CUT)
+    weights = {it.name: it.is_trained for it in tensors if it.name.startswith(MODEL) and it.placement in equal}
+    return None if all(weights.values()) else [name for name, is_trained in weights.items() if is_trained]
 
 
 def told(event: Event) -> Iterator[str]:
@@ -329,7 +329,8 @@ def checkpoint_hook(
     """
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
     attempt = current_attempt()
-    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, lambda: Attempts(run_dir).check_fence(attempt))
+    fence = lambda: Attempts(run_dir).check_fence(attempt)  # noqa: E731
+    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, fence, world.data)
     identity = identity_of(config, global_batch, fingerprint)
     policy = policy_of(config.checkpoint)
     return CheckpointHook(store, policy, config.checkpoint, identity, report, hooks, fresh, state)

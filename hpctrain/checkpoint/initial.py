@@ -24,7 +24,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import locate
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
-from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, require_inside
+from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, lies_in, require_inside
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
 
@@ -156,7 +156,11 @@ class PresentState(SavedArrays):
     """State as it is here; of a tensor that is cut, only the part that is here can be asked for."""
 
     def __init__(self, state: Iterable[StateTensor]) -> None:
-        self.state = {tensor.name: tensor for tensor in state}
+        self.state: dict[str, StateTensor] = {}
+        self.parts: dict[str, list[StateTensor]] = {}
+        for tensor in state:
+            self.state[tensor.name] = tensor
+            self.parts.setdefault(tensor.name, []).append(tensor)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         return value_of(self.state[name])
@@ -179,9 +183,15 @@ class PresentState(SavedArrays):
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         require_inside(name, begin, shape, self.shape_of(name))
-        tensor = self.state[name]
+        tensor = next(one for one in self.parts[name] if one.cut is None or is_within(begin, shape, one))
         first = tuple(map(int.__sub__, begin, tensor.cut.begin)) if tensor.cut else begin
         rows = np.empty((*shape[:1], *tensor.shape[1:]), self.dtype_of(name))
         tensor.copy_into(rows, *first[:1])
         inner: tuple[Any, ...] = tuple(map(slice, first[1:], map(int.__add__, first[1:], shape[1:])))
         return rows[(slice(None), *inner)] if shape else rows
+
+
+def is_within(begin: tuple[int, ...], shape: tuple[int, ...], tensor: StateTensor) -> bool:
+    """Whether a box of a whole tensor lies in the part of it that is here."""
+    assert tensor.cut is not None, "it is cut"
+    return lies_in(tuple(map(int.__sub__, begin, tensor.cut.begin)), shape, tensor.shape)

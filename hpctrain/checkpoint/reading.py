@@ -72,13 +72,14 @@ Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
 """Takes what it needs of a checkpoint whose arrays are read when they are asked for, and returns what is to be kept."""
 
 
-def load_newest(path: Path, steps: Sequence[int], group: Group, use: Use | None = None) -> Loaded:
+def load_newest(path: Path, steps: Sequence[int], group: Group, peers: Group, use: Use | None = None) -> Loaded:
     """Loads the first sound checkpoint among these steps. Collective.
 
     Args:
         path: folder of the checkpoints.
         steps: candidates, in order.
         group: ranks that load together.
+        peers: those of them that have state of their own; see ``CheckpointStore``.
         use: takes what it needs of arrays that each rank reads and verifies when they are asked for. It is called on
             all ranks, and called again if a rank could not read something, or found damage: with an older checkpoint,
             which then replaces all that was taken. By default all arrays are kept: each rank reads and verifies every
@@ -100,11 +101,11 @@ def load_newest(path: Path, steps: Sequence[int], group: Group, use: Use | None 
                 fix = "rename the folders of the damaged ones, then run the same command again"
                 break
             if use is None:
-                return shared(folder, manifest, group, tuple(rejected))
+                return shared(folder, manifest, group, peers, tuple(rejected))
             is_replaced = older is None or replaced_by(path, older, manifest, group)
-            own = own_state(folder, manifest, group, check_rest if is_replaced else check_shard)
+            own = own_state(folder, manifest, group, peers, check_rest if is_replaced else check_shard)
             taken = manifest
-            return read_by_each(folder, manifest, group, own, use, tuple(rejected))
+            return read_by_each(folder, manifest, group, peers, own, use, tuple(rejected))
         except DamagedCheckpoint as error:
             rejected.append(Rejected(step, error.what))
     reasons = "; ".join(found.reason for found in rejected)
@@ -152,7 +153,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
     """
     folder, alone = path / step_folder.name_of(step), Group("alone")
     manifest = read_manifest(folder, step, alone)
-    own = own_state(folder, manifest, alone, check_rest)
+    own = own_state(folder, manifest, alone, alone, check_rest)
     with closing(Contents(folder, manifest, own_rank(manifest, alone), own.merged, patiently)) as contents:
         yield loaded_of(folder, manifest, contents, own.of_ranks, ())
 
@@ -165,9 +166,9 @@ def loaded_of(
     return Loaded(manifest.step, folder, manifest.ranks, manifest.meta, arrays, dtypes, rejected, of_ranks)
 
 
-def own_rank(manifest: Manifest, group: Group) -> int | None:
+def own_rank(manifest: Manifest, peers: Group) -> int | None:
     """The rank whose own values this rank takes; None if there were more or fewer ranks."""
-    return group.rank if manifest.ranks == group.size else None
+    return peers.rank if manifest.ranks == peers.size else None
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
@@ -185,12 +186,12 @@ Check = Callable[[Path, Shard], None]
 """Looks at a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
 
 
-def own_state(folder: Path, manifest: Manifest, group: Group, check: Check) -> OwnState:
+def own_state(folder: Path, manifest: Manifest, group: Group, peers: Group, check: Check) -> OwnState:
     """Checks each shard on one of the ranks, and gathers what the saved ranks had of their own. Collective.
 
     With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
     """
-    kept = [own_pieces(shard) if manifest.ranks != group.size else [] for shard in manifest.shards]
+    kept = [own_pieces(shard) if manifest.ranks != peers.size else [] for shard in manifest.shards]
 
     def look(index: int) -> NDArray[np.uint8]:
         check(folder, manifest.shards[index])
@@ -206,7 +207,7 @@ def own_state(folder: Path, manifest: Manifest, group: Group, check: Check) -> O
             image = held[index] if index in held else np.empty(size, np.uint8)
             group.broadcast_array(image, f"send ranks' own state of {manifest.shards[index].file}", holders[index])
             take_own(pieces, image, of_ranks)
-    return own_state_of(of_ranks, group.rank)
+    return own_state_of(of_ranks, peers.rank)
 
 
 def own_pieces(shard: Shard) -> list[StoredPiece]:
@@ -245,12 +246,18 @@ def same(values: Mapping[int, NDArray[Any]]) -> bool:
 
 
 def read_by_each(
-    folder: Path, manifest: Manifest, group: Group, own: OwnState, use: Use, rejected: tuple[Rejected, ...]
+    folder: Path,
+    manifest: Manifest,
+    group: Group,
+    peers: Group,
+    own: OwnState,
+    use: Use,
+    rejected: tuple[Rejected, ...],
 ) -> Loaded:
     """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
     mine: DamagedCheckpoint | UserError | UnreadableCheckpoint | None = None
     kept: Mapping[str, NDArray[Any]] = {}
-    with closing(Contents(folder, manifest, own_rank(manifest, group), own.merged)) as contents:
+    with closing(Contents(folder, manifest, own_rank(manifest, peers), own.merged)) as contents:
         view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
         try:
             kept = use(view)
@@ -264,11 +271,11 @@ def read_by_each(
         raise DamagedCheckpoint(damage)
     if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
         raise mine if isinstance(mine, UserError) else UserError(*final)
-    view = shared(folder, manifest, group, rejected)
+    view = shared(folder, manifest, group, peers, rejected)
     return replace(view, arrays=HeldArrays(use(view)))
 
 
-def shared(folder: Path, manifest: Manifest, group: Group, rejected: tuple[Rejected, ...]) -> Loaded:
+def shared(folder: Path, manifest: Manifest, group: Group, peers: Group, rejected: tuple[Rejected, ...]) -> Loaded:
     """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
 
     Raises as ``read_among`` does.
@@ -282,8 +289,8 @@ def shared(folder: Path, manifest: Manifest, group: Group, rejected: tuple[Rejec
     for index, shard in enumerate(manifest.shards):
         image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
         group.broadcast_array(image, f"send {shard.file}", root=holders[index])
-        take(shard, image, arrays, of_ranks, own_rank(manifest, group))
-    own = own_state_of(of_ranks, group.rank)
+        take(shard, image, arrays, of_ranks, own_rank(manifest, peers))
+    own = own_state_of(of_ranks, peers.rank)
     return loaded_of(folder, manifest, HeldArrays(arrays | own.merged), own.of_ranks, rejected)
 
 

@@ -55,7 +55,7 @@ def resume(
         for rejected in loaded.rejected:
             with suppress(OSError):  # it is passed over again at the next resume
                 store.put_aside(rejected.step, "damaged")
-    if loaded.ranks != store.group.size:  # streams as at the start would be those that the first steps have had
+    if loaded.ranks != store.peers.size:  # streams as at the start would be those that the first steps have had
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     return loaded
@@ -97,5 +97,5 @@ def load_weights(
         DamagedCheckpoint: it is damaged.
     """
     loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)
-    restore(state, loaded, framework.leaves, store.group, accepted=["state"])
+    restore(state, loaded, framework.leaves, store.peers, accepted=["state"])
     return loaded

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.folder import CheckpointFolder
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, shard_file, whole
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, named_apart, shard_file, whole
 from hpctrain.checkpoint.format.paced_write import Dropped
 from hpctrain.checkpoint.format.partition import partition
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
@@ -141,6 +141,7 @@ class Saver:
         writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
         token: distinguishes this saver's folders from those of others; equal on all ranks.
         allocate: gives staging memory of this many bytes, uint8, contiguous (pinned, for GPUs).
+        peers: ranks of the group that have state of their own, see ``CheckpointStore``; by default all.
     """
 
     def __init__(
@@ -151,10 +152,12 @@ class Saver:
         writers: Sequence[int],
         token: str,
         allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
+        peers: Group | None = None,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.group = group
+        self.peers = peers or group
         self.writers = tuple(writers)
         self.token = token
         self.allocate = allocate
@@ -200,14 +203,11 @@ class Saver:
         if self.plan is None or layout != self.layout:
             self.plan = None
             self.images.clear()  # frees the old staging before the new is taken
-            pieces, self.total_bytes = self._plan(tensors)
-            pieces.sort(key=lambda piece: piece.num_bytes)  # else libhdf5 searches the gaps between for every small one
-            index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
-            indices = [index_of[piece.tensor.name] for piece in pieces]
-            rows = [first_row(piece, tensors[index].cut) for index, piece in zip(indices, pieces, strict=True)]
-            self.sources = list(zip(indices, rows, strict=True))
+            sources, self.total_bytes = self._plan(tensors)
+            sources.sort(key=lambda source: source[1].num_bytes)  # else libhdf5 searches the gaps for every small one
+            self.sources = [(index, first_row(piece, tensors[index].cut)) for index, piece in sources]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
-            self.plan = skeleton(pieces)
+            self.plan = skeleton(named_apart([piece for _, piece in sources]))
             self.layout = layout
         in_flight = self.job.image if self.job else None
         free = next((image for image in self.images if image is not in_flight), None)
@@ -216,25 +216,29 @@ class Saver:
             self.images.append(free)
         return free
 
-    def _plan(self, tensors: Sequence[StateTensor]) -> tuple[list[Piece], int]:
-        """This rank's pieces, and about how many bytes all ranks write."""
-        specs: dict[Placement, list[TensorSpec]] = {placement: [] for placement in Placement}
-        for it in tensors:
-            owner = self.group.rank if it.placement is Placement.RANK else None
-            specs[it.placement].append(TensorSpec(it.name, tuple(it.shape), it.dtype, owner))
-        check_tensors([spec for each in specs.values() for spec in each])
-        cuts = [it.cut for it in tensors if it.placement is Placement.CUT]
-        cut = list(zip(specs[Placement.CUT], cuts, strict=True))
-        num_bytes = {placement: sum(spec.num_bytes for spec in each) for placement, each in specs.items()}
-        num_bytes[Placement.RANK] *= self.group.size
-        num_bytes[Placement.CUT] = sum(spec.num_bytes * self.group.size // where.copies for spec, where in cut if where)
-        total = sum(num_bytes.values())
-        own = specs[Placement.RANK] + (specs[Placement.FIRST] if self.group.rank == 0 else [])
-        pieces = [*pieces_of_cut(cut), *map(whole, own)]
-        replicated = specs[Placement.REPLICATED]
-        if self.group.rank not in self.writers:
-            return pieces, total
-        return partition(replicated, len(self.writers))[self.writers.index(self.group.rank)] + pieces, total
+    def _plan(self, tensors: Sequence[StateTensor]) -> tuple[list[tuple[int, Piece]], int]:
+        """This rank's pieces, each with the index of its tensor, and about how many bytes all ranks write."""
+        specs: dict[Placement, dict[int, TensorSpec]] = {placement: {} for placement in Placement}
+        for index, it in enumerate(tensors):
+            owner = self.peers.rank if it.placement is Placement.RANK else None
+            specs[it.placement][index] = TensorSpec(it.name, tuple(it.shape), it.dtype, owner)
+        cut_names = {spec.name: spec for spec in specs[Placement.CUT].values()}  # a rank may hold several parts of one
+        check_tensors([*cut_names.values(), *(spec for it in specs if it != "cut" for spec in specs[it].values())])
+        cut = [(index, spec, tensors[index].cut) for index, spec in specs[Placement.CUT].items()]
+        num_bytes = {placement: sum(spec.num_bytes for spec in each.values()) for placement, each in specs.items()}
+        num_bytes[Placement.RANK] *= self.peers.size
+        num_bytes[Placement.CUT] = sum(
+            spec.num_bytes * self.group.size // where.copies for _, spec, where in cut if where
+        )
+        own = specs[Placement.RANK] if self.group.rank % (self.group.size // self.peers.size) == 0 else {}
+        own |= specs[Placement.FIRST] if self.group.rank == 0 else {}
+        sources = [*pieces_of_cut(cut), *((index, whole(spec)) for index, spec in own.items())]
+        if self.group.rank in self.writers:
+            index_of = {spec.name: index for index, spec in specs[Placement.REPLICATED].items()}
+            parts = partition(list(specs[Placement.REPLICATED].values()), len(self.writers))
+            mine = parts[self.writers.index(self.group.rank)]
+            sources = [*((index_of[piece.tensor.name], piece) for piece in mine), *sources]
+        return sources, sum(num_bytes.values())
 
     def begin(
         self,
@@ -357,7 +361,8 @@ class Saver:
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
         is_cut = any(placement is Placement.CUT for _, _, _, placement, _ in self.layout)
-        num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut)
+        owners = self.peers.size
+        num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut, owners=owners)
         self.sound.add(step)
         return num_bytes
 
@@ -410,30 +415,31 @@ class Saver:
         return None
 
 
-def pieces_of_cut(tensors: Sequence[tuple[TensorSpec, Cut | None]]) -> list[Piece]:
-    """What this rank writes of tensors that are cut: ranks that hold the same part share its rows.
+def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list[tuple[int, Piece]]:
+    """What this rank writes of tensors that are cut, by their numbers: ranks that hold the same part share its rows.
 
     Args:
-        tensors: each as it is on this rank, and where it lies in the whole tensor.
+        tensors: number of each, what it is on this rank, and where that lies in the whole tensor.
 
     Raises:
         UserError: one does not say where, or does not lie in the whole tensor.
     """
-    of_copy: dict[tuple[int, int], list[tuple[TensorSpec, Cut]]] = {}
-    for spec, cut in tensors:
+    of_copy: dict[tuple[int, int], list[tuple[int, TensorSpec, Cut]]] = {}
+    for index, spec, cut in tensors:
         if cut is None or not lies_in(cut.begin, spec.shape, cut.shape) or not 0 <= cut.copy < cut.copies:
             raise UserError(
                 f"{spec.name}, of shape {list(spec.shape)}, is no part of a tensor as its cut says: {cut}",
                 "give the shape of the whole tensor, and the index of the part's first value in every axis",
             )
-        of_copy.setdefault((cut.copy, cut.copies), []).append((spec, cut))
+        of_copy.setdefault((cut.copy, cut.copies), []).append((index, spec, cut))
     pieces = []
     for (copy, copies), same in of_copy.items():
-        cut_of = {spec.name: cut for spec, cut in same}
-        for piece in partition([spec for spec, _ in same], copies)[copy]:
-            where = cut_of[piece.tensor.name]
+        place_of = {id(spec): (index, cut) for index, spec, cut in same}  # several may have one name
+        for piece in partition([spec for _, spec, _ in same], copies)[copy]:
+            index, where = place_of[id(piece.tensor)]
             tensor = replace(piece.tensor, shape=where.shape)
-            pieces.append(Piece(tensor, Box(tuple(map(int.__add__, piece.box.begin, where.begin)), piece.shape)))
+            begin = tuple(map(int.__add__, piece.box.begin, where.begin))
+            pieces.append((index, Piece(tensor, Box(begin, piece.shape))))
     return pieces
 
 

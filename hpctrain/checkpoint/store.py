@@ -36,6 +36,8 @@ class CheckpointStore(CheckpointFolder):
         keep: what to remove after a save; nothing by default.
         group: ranks that save and load together, each of which then calls ``save`` and ``load``.
         fence: called before each commit and each removal; raises Replaced if this process may no longer write.
+        peers: data-parallel ranks (``World.data``), if several ranks of the group share out a model: state of a rank's
+            own is that of its rank there. By default the group.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class CheckpointStore(CheckpointFolder):
         keep: Retention = KEEP_ALL,
         group: Group | None = None,
         fence: Callable[[], None] = no_fence,
+        peers: Group | None = None,
     ) -> None:
         super().__init__(path, fence)
         self.keep = keep
         self.group = group or Group("alone")
+        self.peers = peers or self.group
         self.saver: Saver | None = None
 
     def save(
@@ -90,7 +94,7 @@ class CheckpointStore(CheckpointFolder):
             DamagedCheckpoint: none is sound; says why for each.
             UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
         """
-        return load_newest(self.path, self._candidates(step), self.group)
+        return load_newest(self.path, self._candidates(step), self.group, self.peers)
 
     def load_into(self, use: Use, step: int | None = None) -> Loaded:
         """The same for a program that has memory for its state already. Collective over the store's group.
@@ -105,7 +109,7 @@ class CheckpointStore(CheckpointFolder):
         Raises:
             UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
         """
-        return load_newest(self.path, self._candidates(step), self.group, use)
+        return load_newest(self.path, self._candidates(step), self.group, self.peers, use)
 
     def opened(self, step: int) -> AbstractContextManager[Loaded]:
         """A step's checkpoint for one process to look into: each array is read and verified when it is asked for.
@@ -145,7 +149,7 @@ def open_saver(
     """
     token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
     among = range(store.group.size) if writers is None else writers
-    return Saver(store, store.keep, store.group, among, token, allocate)
+    return Saver(store, store.keep, store.group, among, token, allocate, store.peers)
 
 
 def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:

@@ -137,16 +137,16 @@ def shard_problems(path: Path, shard: Shard) -> list[str]:
 def dataset_problem(file: h5py.File, stored: StoredPiece) -> str | None:
     """What is wrong with one dataset, or None. No link is followed, and nothing is asked for that lies elsewhere."""
     piece = stored.piece
-    dataset = own_dataset(file, piece.tensor.name)
+    dataset = own_dataset(file, piece.path)
     if dataset is None:
-        return f"has no dataset {piece.tensor.name} of its own"
+        return f"has no dataset {piece.path} of its own"
     properties = dataset.id.get_create_plist()
     if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
-        return f"does not hold the bytes of {piece.tensor.name} itself, in one piece"
+        return f"does not hold the bytes of {piece.path} itself, in one piece"
     if dataset.shape != piece.shape or dataset.dtype != ITEM_TYPES[piece.tensor.dtype]:
-        return f"has {piece.tensor.name} with another shape or type than the manifest"
+        return f"has {piece.path} with another shape or type than the manifest"
     if piece.num_bytes and dataset.id.get_offset() != stored.offset:
-        return f"has {piece.tensor.name} elsewhere than the manifest says"
+        return f"has {piece.path} elsewhere than the manifest says"
     return None
 
 

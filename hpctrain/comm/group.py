@@ -199,6 +199,31 @@ class Group:
         comm = self.comm.Split(0 if takes_part else MPI.UNDEFINED, self.rank)
         return Group(name, comm) if takes_part else None
 
+    def split(self, name: str, part: int) -> Group:
+        """The ranks that name the same part, in the same order, on a communicator of their own. Collective.
+
+        Args:
+            name: of the new groups, for people.
+            part: which one this rank goes to.
+        """
+        return Group(name, self.comm.Split(part, self.rank) if self.comm else None)
+
+    def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Replaces an array by its elementwise sum over the ranks, with the same bits on all. Waits as ``meet`` does.
+
+        Args:
+            values: numbers, C-contiguous, of the same shape and dtype on every rank.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+        """
+        if self.comm:
+            from mpi4py import MPI
+
+            everything, count = values.reshape(-1), LARGEST_BYTES // values.itemsize
+            for begin in range(0, everything.size, count):
+                part = everything[begin : begin + count]
+                self._wait_awake(self.comm.Iallreduce(MPI.IN_PLACE, part), what, timeout_s)
+
     def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Overwrites an array with the root's, in place.
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.group import Group
@@ -26,14 +26,14 @@ LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 class World:
     """The ranks of this run and this process's place among them.
 
-    ``data`` holds the ranks that see different samples and average their gradients. Ask the group that is meant, not
-    the world.
+    ``data`` holds the ranks that see different samples and average their gradients, ``tensor`` those that share out the
+    layers of one model and see the same samples. Ask the group that is meant, not the world.
     """
 
     everyone: Group
     """All ranks."""
     data: Group
-    """Data-parallel peers."""
+    """Data-parallel peers: ranks of equal index in their tensor groups."""
     local: Group
     """Ranks on this node: those that can share memory with this one."""
     node: int
@@ -42,6 +42,8 @@ class World:
     """Number of nodes."""
     host: str
     """Name of this node."""
+    tensor: Group = field(default_factory=lambda: Group("tensor"))
+    """Neighbours among which layers are cut; this process alone unless ``parallel.tensor`` says otherwise."""
 
     @property
     def rank(self) -> int:
@@ -62,6 +64,10 @@ class World:
     def local_size(self) -> int:
         """Number of ranks on this node."""
         return self.local.size
+
+    def rank_of(self, data_rank: int) -> int:
+        """The first of the ranks whose index in their data groups this is: they do the same with the same samples."""
+        return data_rank * self.tensor.size
 
 
 def alone() -> World:
@@ -103,6 +109,33 @@ def connect(expected: int | None = None) -> World:
             Code.SINGLETONS,
         )
     return world
+
+
+def in_grid(world: World, tensor: int) -> World:
+    """The world with neighbours in tensor groups of this size, and data groups across them. Collective.
+
+    Raises:
+        UserError: the ranks do not divide into such groups, or one would lie on several nodes; on all ranks.
+    """
+    if tensor == 1:
+        return world
+    if world.size % tensor:
+        raise UserError(
+            f"parallel.tensor is {tensor}, and {world.size} {'ranks do' if world.size > 1 else 'rank does'} not divide "
+            "into groups of that size",
+            f"start a multiple of {tensor} ranks, or set parallel.tensor to 1",
+        )
+    nodes = world.everyone.allgather(world.node, "find the nodes of the tensor groups")
+    for first in range(0, world.size, tensor):
+        if len(set(nodes[first : first + tensor])) > 1:
+            raise UserError(
+                f"parallel.tensor is {tensor}, and ranks {first} to {first + tensor - 1}, which would share layers, "
+                "lie on different nodes",
+                f"start a multiple of {tensor} ranks on each node, one node after the other (Slurm: "
+                "--distribution=block)",
+            )
+    data_rank, index = divmod(world.rank, tensor)
+    return replace(world, tensor=world.everyone.split("tensor", data_rank), data=world.everyone.split("data", index))
 
 
 @contextlib.contextmanager

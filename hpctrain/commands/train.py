@@ -102,7 +102,7 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = wiring.make_validation(config, session.world, dataset, problem.task.collate)
         path = Path(args.output or RunDir.for_config(config).path / "predictions.h5")
-        write_predictions(framework, data, session.world.data, path)
+        write_predictions(framework, data, session.world.data, path, session.world.tensor.rank == 0)
         if session.world.rank == 0:
             foreign_text.show(f"{len(dataset)} predictions of step {step} in {path}")
         return Outcome(StopReason.COMPLETED, step)
@@ -124,10 +124,12 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         config = load(args.run_file, args.overrides)
         # No gradients are exchanged here, so no reducer has to be there.
         config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
+    session.arrange(config)
     with session.phase("make the task"):
         problem = make_problem(config, session.world)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
-        store = CheckpointStore(RunDir.for_config(config).checkpoints, group=session.world.everyone)
+        world = session.world
+        store = CheckpointStore(RunDir.for_config(config).checkpoints, group=world.everyone, peers=world.data)
         loaded = load_weights(framework, store, args.step, kept_state(problem.task.state))
         yield config, framework, problem, loaded.step

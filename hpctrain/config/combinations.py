@@ -50,6 +50,7 @@ class Feature(StrEnum):
     METRICS = "metrics of the task"
     NO_CHECKPOINTS = "checkpoint.enabled: false"
     NO_EVALUATIONS = "train.eval_every_epochs: null"
+    NO_CUTS = "no tensor= in the task"
     NO_FORWARD = "no forward"
     NO_JUDGE = "nothing that says how to evaluate"
     NO_REDUCER = "reduce.kind: none"
@@ -70,12 +71,14 @@ class Feature(StrEnum):
     SEVERAL_OPTIMIZERS = "several optimizers"
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
+    SPARSE_ROWS = "an embedding with sparse=True"
     STAGED_ENVIRONMENT = "launch.stage_environment"
     STEP_EPOCHS = "schedule.step_epochs"
     STREAM = "a stream as training data"
     SYNC_BATCHNORM = "train.sync_batchnorm"
     TABLES = "large tables of embeddings (Keras)"
     TASK_SCHEDULE = "schedule of the task"
+    TENSOR = "parallel.tensor"
     TEST_STEP = "an evaluation by the model's own steps"
     TORCH_SCHEDULER = "a TorchScheduler"
     TRAIN_STEP = "a train_step of the model's own (Keras)"
@@ -149,6 +152,32 @@ OF_TRAIN_STEPS = {
     ),
 }
 
+OF_TENSOR_GROUPS = {
+    Feature.KERAS: (
+        "the task is a KerasTask: keras.distribution does nothing on TensorFlow, and says nothing",
+        "set parallel.tensor to 1, or write the model in PyTorch",
+    ),
+    Feature.NO_CUTS: (
+        "the task does not say how its layers are cut",
+        "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...}), or set parallel.tensor to 1",
+    ),
+    Feature.OWN_STEP: ("the task has a step of its own", "give the task loss= and optimizer=, without step="),
+    Feature.COMPILE: ("train.compile is true: ranks meet inside of the model", "leave train.compile out"),
+    Feature.COMPILED_MODEL: (
+        "{1} is compiled, and ranks meet inside of the model",
+        "leave torch.compile and torch.jit out of the task",
+    ),
+    Feature.JOINT_LAYERS: (
+        "{1} normalises over the samples of all ranks",
+        "leave train.sync_batchnorm out, or normalise by LayerNorm",
+    ),
+    Feature.SPARSE_ROWS: (
+        "{1} has sparse gradients",
+        "leave sparse=True out: hpctrain.vocabulary shares out the rows of a large table",
+    ),
+    Feature.RECOMPUTE: ("train.recompute is given, which computes a layer on one rank alone", "leave one of them out"),
+}
+
 TABLE: tuple[Row, ...] = (
     # the run file alone
     Row(
@@ -193,6 +222,11 @@ TABLE: tuple[Row, ...] = (
         (Feature.NO_REDUCER, Feature.RANKS),
         "reduce.kind is none but there are {1} ranks, which would train apart",
         "set reduce.kind: auto, or start one rank",
+    ),
+    # models that are shared out
+    *(
+        Row((Feature.TENSOR, feature), f"parallel.tensor is {{0}}, and {what}", fix)
+        for feature, (what, fix) in OF_TENSOR_GROUPS.items()
     ),
     # streams
     *(

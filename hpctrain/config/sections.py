@@ -205,6 +205,18 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is shared out among ranks, beside the data."""
+
+    tensor: int = 1
+    """PyTorch: ranks, on one node, that share out the layers which the task names in tensor=. Each such group trains on
+    its own samples."""
+
+    def __post_init__(self) -> None:
+        at_least("parallel.tensor", self.tensor, 1)
+
+
+@dataclass(frozen=True)
 class ReduceConfig:
     """How gradients are averaged over the ranks."""
 
@@ -521,6 +533,8 @@ class Config:
     """Arguments of the task function."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is shared out."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """How gradients are averaged."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -553,6 +567,7 @@ class Config:
             exactly_one("train.global_batch", train.global_batch, "train.batch_per_rank", train.batch_per_rank)
         at_least("seed", self.seed, 0)
         at_most("seed", self.seed, LARGEST_SEED)
+        require_whole_groups(self.parallel.tensor, self.launch.ranks_per_node)
         refuse(self.features())
 
     def features(self) -> dict[Feature, Any]:
@@ -581,12 +596,24 @@ class Config:
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,
+            Feature.TENSOR: self.parallel.tensor > 1 and self.parallel.tensor,
             Feature.WARMUP: schedule.warmup_steps or schedule.warmup_epochs,
             Feature.WARMUP_EPOCHS: schedule.warmup_epochs,
             Feature.WORKERS: self.data.workers,
             Feature.WRAP: launch.slurm.wrap,
         }
         return used(given) | self.reduce.features()
+
+
+def require_whole_groups(tensor: int, ranks_per_node: int | None) -> None:
+    """Raises WrongValue if tensor groups would lie on several nodes."""
+    if ranks_per_node is not None and ranks_per_node % tensor:
+        raise WrongValue(
+            "parallel.tensor",
+            f"parallel.tensor is {tensor}, which does not divide launch.ranks_per_node, {ranks_per_node}: ranks that "
+            "share a layer would lie on different nodes",
+            "choose a parallel.tensor that divides launch.ranks_per_node",
+        )
 
 
 def exactly_one(first: str, first_value: object, second: str, second_value: object) -> None:

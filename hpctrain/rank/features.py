@@ -33,6 +33,7 @@ def task_features(config: Config, task: Task, order: Order | StreamOrder, ranks:
         Feature.NO_VALIDATION: not validates and config.task,
         Feature.OWN_STEP: own_step,
         Feature.RANKS: ranks > 1 and ranks,
+        Feature.NO_CUTS: isinstance(task, TorchTask) and not task.tensor,
         Feature.SAMPLER: task.sampler is not None,
         Feature.SEVERAL_MODELS: isinstance(task.model, Mapping),
         Feature.SEVERAL_OPTIMIZERS: isinstance(task.optimizer, Mapping),

@@ -74,6 +74,7 @@ def train(
 ) -> tuple[RunSummary, Outcome]:
     """From the configuration to the end of the loop; collective."""
     run_dir = session.join_run(config)
+    session.arrange(config)
     with session.phase("make the task"):
         problem = make_problem(config, session.world)
     require_same_data(problem, session.world)
@@ -95,8 +96,9 @@ def train(
 
 
 def reducer_choice(config: ReduceConfig, world: World, run_dir: RunDir, warn: Callable[[str], object]) -> ReducerChoice:
-    """An automatic choice of the reducer is made once in a run, at the same number of ranks, and kept. Collective."""
+    """An automatic choice of the reducer is made once in a run, for the same grid of ranks, and kept. Collective."""
     saved: dict[str, Any] = {}
+    grid = {"ranks": world.size, "tensor": world.tensor.size}
     if world.rank == 0:
         saved = Attempts(run_dir).info().get("reducer") or {}
     saved = world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
@@ -104,9 +106,10 @@ def reducer_choice(config: ReduceConfig, world: World, run_dir: RunDir, warn: Ca
     def record(choice: Choice) -> None:
         if world.rank == 0:
             try:
-                Attempts(run_dir).update(reducer={"ranks": world.size, **choice.to_event()})
+                Attempts(run_dir).update(reducer={**grid, **choice.to_event()})
             except RunFailed as error:
                 warn(f"{error.what}; training continues, a resumed run measures its reducers again")
 
-    kept = saved["reducer"] if saved.get("ranks") == world.size else None
+    same = {"tensor": 1, **saved}.items() >= grid.items()
+    kept = saved["reducer"] if same else None
     return ReducerChoice(config, world, kept, record)

@@ -16,8 +16,12 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.train.framework import Framework
 
 
-def write_predictions(framework: Framework, data: ValidationData, group: Group, path: Path) -> None:
+def write_predictions(
+    framework: Framework, data: ValidationData, group: Group, path: Path, writes: bool = True
+) -> None:
     """Each rank predicts its contiguous part and writes it into its rows; the file appears when complete. Collective.
+
+    ``writes`` is False in groups that predict the same, beside another one: ranks share out the model.
 
     Raises:
         UserError: outputs are not one row of a fixed shape for each sample, or the folder cannot be made.
@@ -26,6 +30,10 @@ def write_predictions(framework: Framework, data: ValidationData, group: Group, 
     outputs = ((framework.predict(batch), len(next(iter(batch.values())))) for batch in data)
     first = next(outputs, None)
     fields = agree_on_fields(first[0] if first else {}, group)
+    if not writes:
+        for rows, samples in outputs:
+            check_rows(rows, samples, fields)
+        return
     partial = path.with_name(f".{path.name}.partial")
     if group.rank == 0:
         make_folder(path)

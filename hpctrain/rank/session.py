@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.comm.world import World, alone, connect
+from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
@@ -151,6 +151,10 @@ class Session:
         os.environ[ATTEMPT] = str(self.errors.broadcast(attempt, "learn the attempt's number"))
         self.open(run_dir)
         return run_dir
+
+    def arrange(self, config: Config) -> None:
+        """Puts the ranks into the groups that the run file asks for; collective. Raises UserError, on all ranks."""
+        self.world = in_grid(self.world, config.parallel.tensor)
 
     def begin_attempt(self, run_dir: RunDir, config: Config) -> int:
         """What a supervisor does at the start, for ranks that have none."""

@@ -72,18 +72,20 @@ class Surroundings:
 def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Callable[[], bool]) -> Surroundings:
     """What all ranks have; equal on them, also if nodes differ, or they would make different calls. Collective.
 
+    Also data groups beside each other have the same: what is equal in them stays so only if it is summed alike.
+
     Args:
         config: the run file's section.
         world: the ranks.
         gpu: whether this rank's gradients lie on a GPU.
         has_horovod: whether Horovod works here; asked only if it may be chosen.
     """
-    group = world.data
-    shares = world.local_size > 1 and os.path.isdir(FOLDER)
-    horovod = group.size > 1 and config.kind == "auto" and has_horovod()
+    group, peers = world.everyone, world.data
+    horovod = peers.size > 1 and config.kind == "auto" and has_horovod()
+    shares = world.local_size > world.tensor.size and os.path.isdir(FOLDER)
     everywhere = group.allgather([shares, horovod, gpu], "compare what gradients could be summed with")
     shared_memory, horovod, gpu = (all(column) for column in zip(*everywhere, strict=True))
-    return Surroundings(group.size, world.nodes, shared_memory, horovod, gpu)
+    return Surroundings(peers.size, world.nodes, shared_memory, horovod, gpu)
 
 
 def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:

@@ -100,7 +100,7 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
     """
     runs = bool(module.is_initialized())
     if not runs:
-        _init(module, on_gpu)
+        _init(module, group, on_gpu)
     if (module.rank(), module.size()) != (group.rank, group.size):
         raise UserError(
             f"Horovod sees rank {module.rank()} of {module.size()} where MPI sees rank {group.rank} of {group.size}",
@@ -115,15 +115,29 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
     return Lease(module, number)
 
 
-def _init(module: ModuleType, on_gpu: bool) -> None:
+def _init(module: ModuleType, group: Group, on_gpu: bool) -> None:
+    part = group.comm if is_part(group) else None  # each data group is a Horovod world of its own
+    if part is not None and not module.mpi_built():
+        raise UserError(
+            "Horovod was built without MPI, and does not know the ranks that share out a model", f"{BUILD} --force"
+        )
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
     # Horovod 0.28.1 crashes at its second start if this and the cycle time are set; without fusion it means nothing.
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     threads = set(os.listdir("/proc/self/task"))
-    module.init()
+    module.init(comm=part)
     if not on_gpu:  # there NCCL's own threads, which move the data, would inherit it
         _give_way(set(os.listdir("/proc/self/task")) - threads)
+
+
+def is_part(group: Group) -> bool:
+    """Whether a group has some of the ranks only."""
+    if group.comm is None:
+        return False
+    from mpi4py import MPI
+
+    return group.size < MPI.COMM_WORLD.Get_size()
 
 
 def _give_way(threads: set[str]) -> None:

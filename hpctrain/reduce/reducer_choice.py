@@ -92,7 +92,8 @@ class ReducerChoice:
             rehearse: runs forward, backward and exchange once with the reducer it gets, and leaves the model as it was.
         """
         group = self.world.data
-        choice = choose(reducers.possible(self.config, self.world), Rehearsal(reducers, group, rehearse), group)
+        among = reducers.possible(self.config, self.world)
+        choice = choose(among, Rehearsal(reducers, group, rehearse), self.world.everyone)
         if self.record is not None:
             self.record(choice)
         return reducers.open(choice.candidate, group)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
+from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.tasks.meters import is_stateful
 from hpctrain.train.hooks import Hook
 from hpctrain.train.stateful import HOOKS, Kept, PerRank, Stateful, kept_state
@@ -98,6 +99,9 @@ class TorchTask(Task):
     step: Callable[[Any, dict[str, Any]], Mapping[str, Any] | None] | None = None
     """step(ctx, batch) does what one global batch is there for, by ``ctx.backward`` and ``ctx.update``; see
     ``hpctrain.StepContext``. It may return metrics by name."""
+    tensor: Mapping[str, LayerCut] = field(default_factory=dict)
+    """How layers are cut if ``parallel.tensor`` ranks share out the model: ``hpctrain.columns``, ``hpctrain.rows`` or
+    ``hpctrain.vocabulary`` by patterns of their names, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``."""
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,12 @@ class Framework(Protocol):
     def synchronize(self) -> None:
         """Returns when all copies begun by ``copy_into`` are done."""
 
-    def weights_hash(self) -> str:
-        """SHA-256 over the model's parameters in a fixed order, hexadecimal."""
+    def weights_hash(self, shared_only: bool = False) -> str:
+        """SHA-256 over the model's parameters in a fixed order, hexadecimal.
+
+        Args:
+            shared_only: of those that the ranks of a tensor group have alike, not of those that are cut.
+        """
 
     def close(self) -> None:
         """Releases what the framework holds outside Python's reach."""

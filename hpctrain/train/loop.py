@@ -103,7 +103,7 @@ class Trainer(Training):
         group = self.world.data
         samples = batch.sample_ids.tolist() if group.rank in error.ranks else None
         culprits = [
-            f"rank {rank}, samples {shorten(ids)}"
+            f"rank {self.world.rank_of(rank)}, samples {shorten(ids)}"
             for rank, ids in enumerate(group.allgather(samples, "say which batch gave a loss that is not finite"))
             if ids is not None
         ]

@@ -13,16 +13,19 @@ if TYPE_CHECKING:
 
 
 class VerifyWeights(BaseHook):
-    """Fails the run, on every rank, at the first step at which a rank's weights differ from rank 0's in any bit."""
+    """Fails the run, on every rank, at the first step at which a rank's weights differ in any bit from those that they
+    should be equal to: rank 0's or, what is cut, those of the first tensor group."""
 
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        step, group = training.state.step, training.world.data
+        step, world, framework = training.state.step, training.world, training.framework
         if step % self.every_steps == 0:
-            hashes = group.allgather(training.framework.weights_hash(), "compare the weights")
-            odd = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
+            shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
+            hashes = world.everyone.allgather([framework.weights_hash(), shared], "compare the weights")
+            wanted = [[hashes[index][0], hashes[0][1]] for index in range(world.tensor.size)]
+            odd = [rank for rank, found in enumerate(hashes) if found != wanted[rank % world.tensor.size]]
             if odd:
                 raise NoRequeue(
                     f"after step {step} the weights of rank {', '.join(map(str, odd))} differ from those of rank 0",

@@ -23,8 +23,9 @@ ROOMS: dict[str, str] = {
     "data": "errors system",
     "reduce": "errors system config comm",
     "train": "errors config comm run data",
-    "tasks": "errors system comm train",
-    "frameworks": "errors config comm data reduce train tasks",
+    "parallel": "errors comm train",
+    "tasks": "errors system comm train parallel",
+    "frameworks": "errors config comm data reduce train tasks parallel",
     "checkpoint": "errors system config comm run data train tasks frameworks",
     "monitor": "errors system config comm run train",
     "track": "errors system run train",
@@ -40,7 +41,7 @@ ROOMS: dict[str, str] = {
     "report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
-    "__init__": "errors config comm run data reduce train tasks frameworks checkpoint monitor track rank",
+    "__init__": "errors config comm run data reduce train tasks parallel frameworks checkpoint monitor track rank",
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -89,11 +90,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a tensor that one shard holds: one contiguous HDF5 dataset, named as the tensor."""
+    """The part of a tensor that one shard holds: one contiguous HDF5 dataset."""
 
     tensor: TensorSpec
     box: Box
     """Where it lies in the tensor."""
+    dataset: str = ""
+    """Name of the dataset if it is not that of the tensor, of which the shard holds several pieces."""
+
+    @property
+    def path(self) -> str:
+        """Name of the dataset."""
+        return self.dataset or self.tensor.name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,6 +119,15 @@ def rows_of(tensor: TensorSpec, first: int, count: int) -> Piece:
     if not tensor.shape:
         return whole(tensor)
     return Piece(tensor, Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:])))
+
+
+def named_apart(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces of a shard; those of a tensor that has several there are named by where they begin."""
+    count = Counter(piece.tensor.name for piece in pieces)
+    return [
+        replace(piece, dataset=f"{piece.tensor.name}{list(piece.box.begin)}") if count[piece.tensor.name] > 1 else piece
+        for piece in pieces
+    ]
 
 
 def whole(tensor: TensorSpec) -> Piece:

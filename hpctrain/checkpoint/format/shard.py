@@ -134,7 +134,7 @@ def create_dataset(target: h5py.File, piece: Piece, link: Any, create: Any) -> i
     """An empty dataset; returns where its bytes will be."""
     item_type = h5py.h5t.py_create(ITEM_TYPES[piece.tensor.dtype], logical=True)
     space = h5py.h5s.create_simple(piece.shape) if piece.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset = h5py.h5d.create(target.id, piece.tensor.name.encode(), item_type, space, create, link)
+    dataset = h5py.h5d.create(target.id, piece.path.encode(), item_type, space, create, link)
     return int(dataset.get_offset()) if piece.num_bytes else 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.entries import are_counts, require_room, tensor_of
 from hpctrain.checkpoint.format.files import read_at
-from hpctrain.checkpoint.format.layout import MAX_BYTES, DamagedCheckpoint, Piece, Shard, StoredPiece
+from hpctrain.checkpoint.format.layout import MAX_BYTES, DamagedCheckpoint, Piece, Shard, StoredPiece, name_problem
 from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json
 from hpctrain.train.saved_arrays import lies_in
 
@@ -39,6 +39,7 @@ def piece_text(piece: Piece, offset: int) -> str:
     tensor = piece.tensor
     entry = {
         "name": tensor.name,
+        **({"dataset": piece.dataset} if piece.dataset else {}),
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "rank": tensor.rank,
@@ -135,7 +136,10 @@ def piece_from_json(value: Any, where: str, block_bytes: int) -> StoredPiece:
     begin, count, sums = value.get("begin"), value.get("count"), value.get("crc32")
     if not are_counts(begin) or not are_counts(count):
         raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {str(begin)[:100]}, {str(count)[:100]}")
-    piece = Piece(tensor, Box(tuple(begin), tuple(count)))
+    dataset = value.get("dataset", tensor.name)
+    if type(dataset) is not str or name_problem(dataset):
+        raise DamagedCheckpoint(f"{where}: {str(dataset)[:100]!r} is not a name")
+    piece = Piece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
     if not lies_in(begin, count, tensor.shape):
         raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {begin}, {count} of {list(tensor.shape)}")
     if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):

@@ -336,7 +336,7 @@ class KerasFramework:
     def synchronize(self) -> None:
         """Copies are complete when ``copy_into`` returns."""
 
-    def weights_hash(self) -> str:
+    def weights_hash(self, shared_only: bool = False) -> str:
         tensors = model_tensors(self.task.model, self.named.equal)
         return digest([tensor for tensor in tensors if tensor.placement is Placement.REPLICATED])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.config.combinations import Feature, used
@@ -55,12 +56,15 @@ def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, r
     volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
     compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
     half = [one for one in model.parameters() if one.requires_grad and one.dtype.itemsize < 4]
+    tables = (Embedding, EmbeddingBag)
+    sparse = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]
     given = {
         Feature.COMPILED_MODEL: next(iter(compiled), None),
         Feature.HALF_PARAMETERS: bool(half),
         Feature.JOINT_LAYERS: joins and "a layer of the model",
         Feature.RANKS: ranks > 1 and ranks,
         Feature.SPARSE_ADAM: next(of_sparse_adam(model, parts), None),
+        Feature.SPARSE_ROWS: next(iter(sparse), None),
         Feature.VOLUMES: next(iter(volumes), None),
     }
     return used(given)

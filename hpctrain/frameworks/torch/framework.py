@@ -35,11 +35,13 @@ from hpctrain.frameworks.torch.state import (
     model_tensors,
     other_names,
     random_tensors,
+    tensors_of,
 )
 from hpctrain.frameworks.torch.step_context import Setting
 from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, joint_names, trial
 from hpctrain.frameworks.torch.updates import Exchanges, ExchangesToChoose, Passes, Trained
 from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.parallel.torch_tensor import TensorParallel
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
@@ -79,6 +81,8 @@ class ReadyTask:
     reducers: ExchangesToChoose
     reducer: Exchanges | None
     """None if it has to be measured."""
+    tensor: TensorParallel
+    """What of the model this rank has, if it is cut."""
     joint: SyncBatchNorm | None = None
     """What joins the statistics of BatchNorm layers, if that is wanted on several ranks."""
 
@@ -108,6 +112,7 @@ class TorchFramework:
         self.reducers = ready.reducers
         self.reducer = ready.reducer
         self.joint = ready.joint
+        self.tensor = ready.tensor
         self.joint_names = joint_names(self.model) if ready.joint else frozenset[str]()
         self.memory_format = memory_format_of(train)
         self.meters = torch_meters(ready.task, ready.device)
@@ -160,6 +165,8 @@ class TorchFramework:
         with self._joint_statistics(micro_batches):
             loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
+        if self.updates == 1:
+            self.tensor.require_whole_gradients(self.model, self.world.everyone)
         try:
             decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals)
         except NotFinite:
@@ -202,6 +209,7 @@ class TorchFramework:
             clock.mark(Phase.TO_DEVICE)
             with self._autocast():
                 score = self.task.loss(self.task.forward(self.call, batch), batch)
+            self.tensor.leave()
             clock.mark(Phase.FORWARD)
             reducer.last_backward = number == len(micro_batches)
             passes.add(score, samples_of(host))
@@ -286,7 +294,7 @@ class TorchFramework:
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
         return [
-            *model_tensors(self.model, self.joint_names),
+            *model_tensors(self.model, self.joint_names, self.tensor.slices),
             *optimizer,
             *self.holdings.tensors(known, self.updates),
             *self._average_tensors(),
@@ -299,7 +307,9 @@ class TorchFramework:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         saved = as_saved(arrays)
         arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved those of compiled ones
-        load_tensors([*model_tensors(self.model, self.joint_names), *self._average_tensors()], arrays)
+        load_tensors(
+            [*model_tensors(self.model, self.joint_names, self.tensor.slices), *self._average_tensors()], arrays
+        )
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
@@ -340,9 +350,10 @@ class TorchFramework:
         except RuntimeError as error:  # as torch calls it
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
-    def weights_hash(self) -> str:
+    def weights_hash(self, shared_only: bool = False) -> str:
         joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
-        return digest([*self.model.parameters(), *joint])
+        weights = (one for _, one in self.tensor.shared(self.model)) if shared_only else self.model.parameters()
+        return digest([*weights, *joint])
 
     def close(self) -> None:
         if self.reducer is not None:
@@ -366,6 +377,7 @@ class TorchFramework:
             average=[average_of[id(parameter)] for parameter in parameters] if self.average else [],
             average_weight=1 - (train.ema_decay or 0),
             rule=UpdateRule(train.clip_norm, loss_scale_of(name) if train.precision == "fp16" else None),
+            tensor=self.tensor,
         )
 
     def _scales(self) -> list[LossScale]:
@@ -373,10 +385,11 @@ class TorchFramework:
         return [each.rule.loss_scale for each in self.trained.values() if each.rule.loss_scale is not None]
 
     def _average_tensors(self) -> list[TorchTensor]:
-        return [
-            TorchTensor(f"ema/{self.names[id(parameter)]}", average)
-            for parameter, average in zip(self.parameters, self.average, strict=bool(self.average))
-        ]
+        found: list[TorchTensor] = []
+        for parameter, average in zip(self.parameters, self.average, strict=bool(self.average)):
+            name = self.names[id(parameter)]
+            found += tensors_of(f"ema/{name}", average, self.tensor.slices.get(name))
+        return found
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.low_precision is None:

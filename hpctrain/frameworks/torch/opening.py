@@ -12,7 +12,7 @@ from hpctrain.frameworks.torch.checks import model_features, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memory_format_of
 from hpctrain.frameworks.torch.holdings import Holdings
-from hpctrain.frameworks.torch.optimizer import OptimizerState
+from hpctrain.frameworks.torch.optimizer import OptimizerState, Together
 from hpctrain.frameworks.torch.recompute import recompute
 from hpctrain.frameworks.torch.shares import shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
@@ -21,6 +21,7 @@ from hpctrain.frameworks.torch.state import (
 )
 from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
 from hpctrain.frameworks.torch.updates import ExchangesToChoose
+from hpctrain.parallel.torch_tensor import cut_model, planned, uncut
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
 from hpctrain.tasks.definition import TorchTask, kept_objects
@@ -55,15 +56,20 @@ def open_torch(
     ranks = world.data.size
     joins = wants_joint_statistics(model, train.sync_batchnorm)
     refuse(config.features() | model_features(model, parts, joins, ranks))
+    layers = planned(model, task.tensor, config.parallel.tensor)
     shares = shares_of(task, model, parts)
     recompute(model, train.recompute)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-    require_same_model(world.data, described, "tensors")
-    broadcast(world.data, list(tensors.values()), "receive the model")
+    require_same_model(world.everyone, described, "tensors")
+    broadcast(world.everyone, list(tensors.values()), "receive the model")
+    tensor = uncut()
+    if world.tensor.size > 1:  # one process that only tries the task has all of it
+        updating = [part.optimizer for part in parts if type(part.optimizer) is not Together]  # which has others do it
+        tensor = cut_model(model, layers, world.tensor, world.data, updating)
     optimizer_state = OptimizerState(
-        parts, {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+        parts, {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}, tensor.slices
     )
     if device.type != "cpu":
         optimizer_state.to_device()
@@ -72,7 +78,9 @@ def open_torch(
         {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
     )
     joint = SyncBatchNorm(model, world.data, clock) if joins and ranks > 1 else None
-    ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)
+    ready = ReadyTask(
+        task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), tensor, joint
+    )
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework

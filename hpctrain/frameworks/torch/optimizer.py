@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import load_tensors
-from hpctrain.frameworks.torch.state import NUMBER, TorchTensor, tensor_of
+from hpctrain.frameworks.torch.state import NUMBER, TorchTensor, tensor_of, tensors_of
+from hpctrain.parallel.torch_tensor import Slices
 from hpctrain.train.saved_arrays import SavedArrays, as_saved
 from hpctrain.train.state import ArrayTensor, StateTensor
 
@@ -104,10 +105,14 @@ class OptimizerState:
     Args:
         every: all parts, inner ones first.
         names: of the model's parameters, by id.
+        slices: what this rank has of the parameters that are cut, by name.
     """
 
-    def __init__(self, every: Sequence[Part], names: Mapping[int, str]) -> None:
+    def __init__(
+        self, every: Sequence[Part], names: Mapping[int, str], slices: Mapping[str, Slices] | None = None
+    ) -> None:
         self.every = every
+        self.slices = slices or {}
         self.parts = [part for part in every if not part.speaks]
         self.names = names
         self.initial_rates = {place: float(group["lr"]) for place, group in self.rated_groups()}
@@ -176,7 +181,14 @@ class OptimizerState:
             for slot, value in slots.items():
                 name = f"optimizer/{part.prefix}{slot}"
                 if isinstance(value, Tensor):
-                    tensors.append(TorchTensor(f"{name}/{own}", value))
+                    slices = self.slices.get(own) if value.numel() > 1 else None
+                    if slices is not None and value.shape != parameter.shape:
+                        raise UserError(
+                            f"{type(part.optimizer).__name__} keeps {slot!r} of shape {list(value.shape)} of {own}, "
+                            "which is cut: nobody knows where in the whole it lies",
+                            "use an optimizer whose state has the shape of the parameter, such as AdamW",
+                        )
+                    tensors += tensors_of(f"{name}/{own}", value, slices)
                 elif isinstance(value, (bool, int, float)):
                     tensors.append(ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64)))
                 elif value is not None:
@@ -210,8 +222,9 @@ class OptimizerState:
                 states.append(state)
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
-                        names = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
-                        put_slots(state, group, parameter, names, as_saved(arrays))
+                        own = self.names[id(parameter)]
+                        names = of_part(found.get(own, {}), part, self.parts)
+                        put_slots(state, group, parameter, names, as_saved(arrays), self.slices.get(own))
         for name, index, group in groups_of(self.parts):
             for full in arrays:
                 kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
@@ -265,27 +278,40 @@ def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict
     }
 
 
-def put_slots(state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays) -> None:
+def put_slots(
+    state: Any,
+    group: Group,
+    parameter: Tensor,
+    names: Mapping[str, str],
+    saved: SavedArrays,
+    slices: Slices | None = None,
+) -> None:
     """Replaces the state of a parameter by what is saved, of each slot under its name."""
     state.pop(parameter, None)
     if names:
         state[parameter] = {
-            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter) for slot, name in names.items()
+            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter, slices)
+            for slot, name in names.items()
         }
 
 
-def slot_value(slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor) -> Tensor | float:
+def slot_value(
+    slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor, slices: Slices | None = None
+) -> Tensor | float:
     """A slot as the optimizer keeps it."""
     if slot.endswith(NUMBER):
         number = float(saved[name])
         return int(number) if number.is_integer() else number
     shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
-    if shape == tuple(parameter.shape):  # same memory format as the parameter, so that fused updates stay fast
+    own = slices if slices is not None and shape == slices.whole else None
+    if own is not None or shape == tuple(
+        parameter.shape
+    ):  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
-    load_tensors([TorchTensor(name, value)], saved)
+    load_tensors(tensors_of(name, value, own), saved)
     return value
 
 

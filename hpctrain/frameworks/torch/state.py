@@ -15,6 +15,7 @@ from torch.nn import Module
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.frameworks.named_state import plain_name
+from hpctrain.parallel.torch_tensor import Slices
 from hpctrain.train.state import ArrayTensor, Cut, Placement
 
 NUMBER = ".number"
@@ -55,6 +56,19 @@ class TorchTensor:
             target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
 
 
+def tensors_of(
+    name: str,
+    tensor: Tensor,
+    slices: Slices | None,
+    placement: Placement = Placement.REPLICATED,
+    is_trained: bool = False,
+) -> list[TorchTensor]:
+    """A tensor of the state; of a parameter that is cut, one for each part that is here."""
+    if slices is None:
+        return [TorchTensor(name, tensor, placement, is_trained)]
+    return [TorchTensor(name, view, Placement.CUT, is_trained, cut) for view, cut in slices.views(tensor)]
+
+
 def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     """A writable host array as a tensor over the same memory; bfloat16 is held as uint16."""
     return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
@@ -85,13 +99,22 @@ def state_of(model: Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def model_tensors(model: Module, equal: Container[str] = ()) -> list[TorchTensor]:
-    """``model/<name>`` of a model's tensors; ``equal``: names of buffers that are equal on all ranks."""
+def model_tensors(
+    model: Module, equal: Container[str] = (), slices: Mapping[str, Slices] | None = None
+) -> list[TorchTensor]:
+    """``model/<name>`` of a model's tensors.
+
+    Args:
+        model: whose.
+        equal: names of buffers that are equal on all ranks.
+        slices: what this rank has of the parameters that are cut, by name.
+    """
     trained = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return [
-        TorchTensor(f"model/{name}", tensor, Placement.REPLICATED if name in equal else placement, name in trained)
-        for name, tensor, placement in module_tensors(model)
-    ]
+    found: list[TorchTensor] = []
+    for name, tensor, placement in module_tensors(model):
+        placed = Placement.REPLICATED if name in equal else placement
+        found += tensors_of(f"model/{name}", tensor, (slices or {}).get(name), placed, name in trained)
+    return found
 
 
 def other_names(model: Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.frameworks.torch.checks import require_scalar
 from hpctrain.frameworks.update import Decision, UpdateRule
+from hpctrain.parallel.torch_tensor import TensorParallel
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.torch_reducer import Number, Reducer, TorchReducers
@@ -78,6 +79,7 @@ class Trained:
     average_weight: float
     """Of the new values in the averages."""
     rule: UpdateRule
+    tensor: TensorParallel
 
     def update(self, reducer: Reducer, totals: ExchangeResult) -> Decision:
         """Divides by weights and loss scale, clips, and steps, unless the update is left out.
@@ -85,7 +87,7 @@ class Trained:
         Raises:
             NotFinite: loss or gradient is not finite; on all ranks.
         """
-        norm = global_norm(reducer.gradients()) if self.rule.needs_norm else None
+        norm = self._norm(reducer) if self.rule.needs_norm else None
         decision = self.rule.decide(totals, norm)
         if decision.factor is None:
             return decision
@@ -96,6 +98,10 @@ class Trained:
             with torch.no_grad():
                 torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
         return decision
+
+    def _norm(self, reducer: Reducer) -> float:
+        """L2 norm of all gradients, wherever they are."""
+        return self.tensor.norm(self.parameters) if self.tensor.slices else global_norm(reducer.gradients())
 
 
 @dataclass(frozen=True)

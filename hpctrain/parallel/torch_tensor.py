@@ -1,0 +1,332 @@
+"""Layers of a PyTorch model cut over the ranks of a tensor group, in place: parameters stay plain tensors, so that any
+optimizer and reducer goes on working."""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
+from torch.nn.functional import embedding, linear
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.parallel.torch_elementwise import require_elementwise
+from hpctrain.parallel.torch_region import Gathered, Region, SummedBackward, SummedForward
+from hpctrain.train.state import Cut
+
+KINDS: Mapping[str, type[Module]] = {"columns": Linear, "rows": Linear, "vocabulary": Embedding}
+"""Layers that can be cut so."""
+CONTAINERS = (ModuleList, ModuleDict, Sequential)
+"""Modules of torch.nn that only call their layers; others may look into them."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Where the values that a rank has of a parameter lie in the whole one: equal parts of it, along one axis."""
+
+    whole: tuple[int, ...]
+    """Shape of the whole parameter."""
+    axis: int
+    begins: tuple[int, ...]
+    """Index along the axis, in the whole parameter, of the first value of each part."""
+    length: int
+    """Of each part along the axis."""
+    copy: int
+    """Which of the ranks that have the same values this is."""
+    copies: int
+    """How many there are."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A copy of what this rank has of a whole tensor."""
+        return torch.cat([whole.narrow(self.axis, begin, self.length) for begin in self.begins], self.axis)
+
+    def views(self, held: Tensor) -> Iterator[tuple[Tensor, Cut]]:
+        """Each part of what this rank has, and where it lies in the whole tensor."""
+        for number, begin in enumerate(self.begins):
+            first = tuple(begin if axis == self.axis else 0 for axis in range(len(self.whole)))
+            view = held.narrow(self.axis, number * self.length, self.length)
+            yield view, Cut(self.whole, first, self.copy, self.copies)
+
+
+@dataclass(frozen=True)
+class CutLayer:
+    """A layer and how it is to be cut."""
+
+    name: str
+    layer: Module
+    word: LayerCut
+
+    def axes(self) -> dict[str, int]:
+        """The axis along which each parameter is cut; the others are whole on all ranks."""
+        if self.word.kind == "columns":
+            return {"weight": 0, "bias": 0} if self.layer.bias is not None else {"weight": 0}
+        return {"weight": 1 if self.word.kind == "rows" else 0}
+
+
+class TensorParallel:
+    """A model whose layers may be cut, as the ranks of one tensor group have it.
+
+    Args:
+        region: of the group.
+        slices: what this rank has of each parameter that is cut, by name.
+        cut: ids of these parameters.
+    """
+
+    def __init__(self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int]) -> None:
+        self.region = region
+        self.group = region.group
+        self.slices = slices
+        self.cut = cut
+
+    def norm(self, parameters: Sequence[Tensor]) -> float:
+        """L2 norm of all gradients, in which what all ranks have counts once; equal on all of them."""
+        have = [one for one in parameters if one.grad is not None]
+        own = square_of([one.grad for one in have if id(one) in self.cut and one.grad is not None])
+        shared = square_of([one.grad for one in have if id(one) not in self.cut and one.grad is not None])
+        squares = self.group.gather(np.array([own]), "add up the squares of the gradients")
+        return math.sqrt(shared + float(squares.sum()))
+
+    def leave(self) -> None:
+        """A forward pass is over: random numbers are equal again."""
+        self.region.leave()
+
+    def shared(self, model: Module) -> list[tuple[str, Tensor]]:
+        """Parameters that all ranks of the group have alike."""
+        return [(name, one) for name, one in model.named_parameters() if id(one) not in self.cut]
+
+    def require_whole_gradients(self, model: Module, everyone: Group) -> None:
+        """Raises UserError, on all ranks, if the gradient of what a tensor group has alike differs in it. Collective.
+
+        Args:
+            model: after a backward pass.
+            everyone: all tensor groups.
+        """
+        if not self.slices:
+            return
+        sums = {
+            name: zlib.crc32(one.grad.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            for name, one in self.shared(model)
+            if one.grad is not None and one.device.type == "cpu"  # kernels of GPUs may add in any order
+        }
+        of_ranks = everyone.allgather(sums, "compare what cut layers leave whole")
+        for rank, found in enumerate(of_ranks):
+            first = of_ranks[rank - rank % self.group.size]
+            odd = next((name for name in first if found.get(name) != first[name]), None)
+            if odd is not None:
+                raise UserError(
+                    f"the gradient of {odd} differs between ranks that share out the model: it works on values of "
+                    "which each rank has a part, and is not cut itself",
+                    "cut its layer, too, or use it before a layer with columns or behind one with rows",
+                )
+
+
+def square_of(gradients: Sequence[Tensor]) -> float:
+    """Sum of the squares of all elements."""
+    norms = torch._foreach_norm(list(gradients)) if gradients else []
+    return float(torch.stack([norm.double().cpu() for norm in norms]).square().sum()) if norms else 0.0
+
+
+def uncut(group: Group | None = None) -> TensorParallel:
+    """A model that each rank has whole."""
+    return TensorParallel(Region(group or Group("tensor")), {}, frozenset())
+
+
+def planned(model: Module, words: Mapping[str, Any], ranks: int) -> list[CutLayer]:
+    """Which layers are to be cut, and how; changes nothing.
+
+    Args:
+        model: any.
+        words: by patterns of layers' names, such as ``blocks.*.up``.
+        ranks: of a tensor group; 1 cuts nothing.
+
+    Raises:
+        UserError: a pattern names no layer, or one that cannot be cut so; names it.
+    """
+    if ranks == 1:
+        return []
+    layers: dict[str, CutLayer] = {}
+    parents = {
+        f"{name}.{child}".lstrip("."): one for name, one in model.named_modules() for child, _ in one.named_children()
+    }
+    for pattern, word in words.items():
+        if not isinstance(word, LayerCut):
+            what = f"tensor[{pattern!r}] of the task is a {type(word).__name__}"
+            raise UserError(what, "write hpctrain.columns, hpctrain.rows or hpctrain.vocabulary")
+        found = [(name, layer) for name, layer in model.named_modules() if name and fnmatchcase(name, pattern)]
+        if not found:
+            able = [name for name, layer in model.named_modules() if type(layer) in KINDS.values()]
+            raise UserError(
+                f"tensor= of the task: no layer of the model is called {pattern}",
+                f"its layers that can be cut are: {', '.join(able[:20]) or 'none'}{' ...' if len(able) > 20 else ''}",
+            )
+        for name, layer in found:
+            if name in layers and layers[name].word != word:
+                raise UserError(f"tensor= of the task names {name} twice, and cuts it differently", "name it once")
+            require_able(name, layer, parents[name], word)
+            require_divisible(name, layer, word, ranks)
+            layers[name] = CutLayer(name, layer, word)
+    require_same_cut(model, list(layers.values()))
+    return list(layers.values())
+
+
+def require_able(name: str, layer: Module, parent: Module, word: LayerCut) -> None:
+    """Raises UserError if a layer is of a kind that cannot be cut so."""
+    kind, weight = KINDS[word.kind], layer._parameters.get("weight")
+    if type(layer) is not kind or weight is None:
+        raise UserError(
+            f"tensor= of the task cuts {name}, a {type(layer).__name__}, by {word.kind}, which takes a plain "
+            f"torch.nn.{kind.__name__}",
+            f"name the {kind.__name__} layers in it, or leave it whole",
+        )
+    if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, CONTAINERS):
+        raise UserError(
+            f"tensor= of the task cuts {name}, and {type(parent).__name__} of torch.nn may use its weights without "
+            "calling it",
+            "write the block with torch.nn.Linear layers of its own",
+        )
+    if isinstance(layer, Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+        raise UserError(
+            f"tensor= of the task cuts {name}, an Embedding with max_norm, scale_grad_by_freq or sparse",
+            "leave that option out, or the table whole",
+        )
+
+
+def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> None:
+    """Raises UserError if the ranks cannot have equal parts of a layer."""
+    assert isinstance(layer.weight, Tensor), "require_able has seen to it"
+    length = layer.weight.shape[1 if word.kind == "rows" else 0]
+    counted = {"columns": "outputs", "rows": "inputs", "vocabulary": "rows"}[word.kind]
+    if length % (word.parts * ranks):
+        parts = f" in {word.parts} parts" if word.parts > 1 else ""
+        raise UserError(
+            f"{name} has {length} {counted}{parts}, of which {ranks} ranks cannot have equal shares",
+            f"choose a multiple of {word.parts * ranks}, or another parallel.tensor",
+        )
+    if word.heads is not None and (word.heads % ranks or length // word.parts % word.heads):
+        raise UserError(
+            f"{name} has {length // word.parts} outputs in {word.heads} heads, of which {ranks} ranks cannot have "
+            "whole ones in equal number",
+            "choose a parallel.tensor that divides the number of heads",
+        )
+
+
+def require_same_cut(model: Module, layers: Sequence[CutLayer]) -> None:
+    """Raises UserError if layers share a parameter and do not cut it alike."""
+    cut_of = {(id(one.layer), name): (axis, one.word.parts) for one in layers for name, axis in one.axes().items()}
+    users: dict[int, tuple[str, tuple[int, int] | None]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            cut = cut_of.get((id(module), key))
+            other, first = users.setdefault(id(parameter), (name, cut))
+            if cut != first:
+                raise UserError(
+                    f"{other or 'the model'} and {name} share their {key}, and tensor= of the task cuts it differently",
+                    "cut both along the same axis, such as vocabulary and columns(gathers=True), or give each its own",
+                )
+
+
+def cut_model(
+    model: Module, layers: Sequence[CutLayer], tensor: Group, data: Group, optimizers: Sequence[torch.optim.Optimizer]
+) -> TensorParallel:
+    """Leaves of each layer what this rank is to have, in place, with its optimizer's state. Talks to no other rank.
+
+    Args:
+        model: whole, and equal on all ranks.
+        layers: of ``planned``.
+        tensor: ranks that share it out.
+        data: ranks that have the same parts.
+        optimizers: of its parameters.
+
+    Raises:
+        UserError: an optimizer looks at more than what a rank has.
+    """
+    region = Region(tensor)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    slices: dict[str, Slices] = {}
+    cut: set[int] = set()
+    for one in layers:
+        for key, axis in one.axes().items():
+            parameter = one.layer._parameters[key]
+            assert parameter is not None, "axes names those that are there"
+            if id(parameter) not in cut:
+                cut.add(id(parameter))
+                own = slices_of(tuple(parameter.shape), axis, one.word.parts, tensor, data)
+                slices[names[id(parameter)]] = own
+                for optimizer in optimizers:
+                    require_elementwise(optimizer, parameter, names[id(parameter)], axis)
+                for slots in [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]:
+                    whole = {slot: value for slot, value in slots.items() if isinstance(value, Tensor)}
+                    slots.update((k, own.of(v)) for k, v in whole.items() if v.shape == parameter.shape)
+                parameter.data = own.of(parameter.data)
+                parameter.grad = None
+        forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
+        one.layer.forward = functools.partial(forward, one, region)
+    return TensorParallel(region, slices, frozenset(cut))
+
+
+def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data: Group) -> Slices:
+    """What a rank has of a parameter."""
+    part = shape[axis] // parts
+    length = part // tensor.size
+    begins = tuple(number * part + tensor.rank * length for number in range(parts))
+    return Slices(shape, axis, begins, length, data.rank, data.size)
+
+
+def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
+    """Some of the outputs, or all if they are gathered."""
+    region.leave()
+    layer = one.layer
+    assert isinstance(layer, Linear), "planned has seen to it"
+    whole: Tensor = SummedBackward.apply(values, region)  # type: ignore[no-untyped-call]
+    outputs = linear(whole, layer.weight, layer.bias)
+    if one.word.gathers:
+        gathered: Tensor = Gathered.apply(outputs, region)  # type: ignore[no-untyped-call]
+        return gathered
+    if layer.training:
+        region.enter(outputs.device)
+    return outputs
+
+
+def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
+    """All outputs, of some of the inputs."""
+    region.leave()
+    layer = one.layer
+    assert isinstance(layer, Linear), "planned has seen to it"
+    if values.shape[-1] != layer.weight.shape[1]:
+        raise UserError(
+            f"{one.name} gets {values.shape[-1]} inputs, and each rank has {layer.weight.shape[1]} of them: what comes "
+            "before it is not cut as it is",
+            "cut the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
+        )
+    own = linear(values, layer.weight)
+    outputs: Tensor = SummedForward.apply(own, region)  # type: ignore[no-untyped-call]
+    return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
+
+
+def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor:
+    """The vectors of all indices: each rank adds those that it has."""
+    region.leave()
+    layer = one.layer
+    assert isinstance(layer, Embedding), "planned has seen to it"
+    count = layer.weight.shape[0]
+    local = indices - region.group.rank * count
+    elsewhere = (local < 0) | (local >= count)
+    if bool(((indices < 0) | (indices >= count * region.group.size)).any()):
+        raise IndexError(f"index out of range in {one.name}: {int(indices.min())} to {int(indices.max())}")
+    padding = None if layer.padding_idx is None else layer.padding_idx - region.group.rank * count
+    padding = padding if padding is not None and 0 <= padding < count else None
+    own = embedding(local.masked_fill(elsewhere, 0), layer.weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+    vectors: Tensor = SummedForward.apply(own, region)  # type: ignore[no-untyped-call]
+    return vectors

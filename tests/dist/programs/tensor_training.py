@@ -1,0 +1,109 @@
+"""Trains a small GPT on these ranks by several plans, one run folder each; rank 0 prints what came out, as JSON.
+
+tensor_training.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain.comm.world import connect
+from tests.support import tensor_tasks
+
+EVERYONE = connect().everyone
+
+
+class Watcher(BaseHook):
+    """Losses of the global batches, and what the ranks have alike."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.hashes: list[Any] = []
+        self.drawn: dict[str, list[str]] = {}
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
+        self.losses.append(float(total / weight))
+        block = training.framework.model.blocks[0]  # type: ignore[attr-defined]
+        for place, dropped in block.drawn.items():
+            bits = "".join(map(str, dropped.flatten().int().tolist()))
+            self.drawn[place] = EVERYONE.allgather(bits, "compare what was dropped")
+
+    def after_fit(self, training: Training, reason: Any) -> None:
+        framework = training.framework
+        both = [framework.weights_hash(), framework.weights_hash(shared_only=True)]
+        self.hashes = EVERYONE.allgather(both, "compare the weights")
+
+
+def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
+    """One attempt of a run; keys of the run file have __ for the dot."""
+    watcher = Watcher()
+    base = {
+        "name": name,
+        "task": f"{tensor_tasks.__file__}:gpt",
+        "run_dir": folder / name,
+        "train.steps": steps,
+        "train.global_batch": 6,
+        "train.accumulate": 2,
+        "train.clip_norm": 0.5,
+        "train.ema_decay": 0.9,
+        "reduce.kind": "mpi",
+        "reduce.verify_every_steps": 1,
+        "monitor.enabled": "false",
+        "checkpoint.interval": "none",
+        "track.every_steps": 100,
+    }
+    given = base | {key.replace("__", "."): value for key, value in keys.items()}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    try:
+        summary = fit(load_config(None, words), hooks=[watcher])
+    except HpctrainError as error:
+        return {"error": str(error)}
+    return {
+        "losses": watcher.losses,
+        "hashes": watcher.hashes,
+        "drawn": watcher.drawn,
+        "metrics": dict(summary.metrics),
+        "step": summary.step,
+    }
+
+
+def on_four_ranks(folder: Path) -> dict[str, Any]:
+    """All scenarios, by name."""
+    cut = {"parallel__tensor": 2}
+    found = {
+        "horovod": run(folder, "horovod", **cut, reduce__kind="horovod"),
+        "auto": run(folder, "auto", **cut, reduce__kind="auto", task_args__optimizer="fused"),
+        "all-four": run(folder, "all-four", parallel__tensor=4),
+        "adagrad": run(folder, "adagrad", **cut, task_args__optimizer="adagrad"),
+        "bf16": run(folder, "bf16", **cut, steps=3, task_args__dtype="float32", train__precision="bf16"),
+        "noisy": run(folder, "noisy", **cut, steps=3, task_args__dropout=0.5),
+        "begun": run(folder, "noisy-again", **cut, steps=2, task_args__dropout=0.5),
+        "ended": run(folder, "noisy-again", **cut, steps=3, task_args__dropout=0.5),
+        "inner-norm": run(folder, "inner-norm", **cut, task_args__inner_norm="true"),
+        "uneven": run(folder, "uneven", parallel__tensor=3),
+    }
+    for step, tensor in enumerate((2, 4, 1, 2), start=2):
+        found[f"chain-{step}"] = run(folder, "chain", steps=step, parallel__tensor=tensor)
+    return found
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """What one process comes to, and the end of what four ranks began."""
+    return {
+        "adamw": run(folder, "adamw"),
+        "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
+        "chain-6": run(folder, "chain"),
+    }
+
+
+if __name__ == "__main__":
+    everything = (on_four_ranks if EVERYONE.size == 4 else alone)(Path(sys.argv[1]))
+    if EVERYONE.rank == 0:
+        print(json.dumps(everything))

@@ -1,0 +1,111 @@
+"""A model whose layers are cut over ranks trains as one process does, and its checkpoints fit any other plan."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain import CheckpointStore
+from hpctrain.checkpoint.verify import verify_checkpoint
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "tensor_training.py"
+ROOT = Path(__file__).parents[2]
+EXACT = ("horovod", "auto", "all-four", "adagrad")
+
+pytestmark = pytest.mark.world_size(4)
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, Found]]:
+    """The folder of all runs, and what came out of each; launched once."""
+
+    @functools.cache
+    def launched() -> tuple[Path, Found]:
+        folder = tmp_path_factory.mktemp("plans")
+        results: Found = {}
+        for ranks in (4, 1):
+            said = mpirun(ranks, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
+            results |= json.loads(said.stdout.strip().splitlines()[-1])
+        return folder, results
+
+    return launched
+
+
+def wanted_of(name: str) -> str:
+    """The run of one process that a run of many must equal."""
+    return "alone-adagrad" if name == "adagrad" else "adamw"
+
+
+def require_same_state(folder: Path, name: str, step: int = 6) -> None:
+    """Weights, averages and the optimizer's slots are those of one process, each as a whole tensor."""
+    found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
+    wanted = CheckpointStore(folder / wanted_of(name) / "checkpoints").load(step).arrays
+    names = [key for key in wanted if key.startswith(("model/", "optimizer/", "ema/"))]
+    assert len(names) > 80
+    assert set(names) == {key for key in found if key.startswith(("model/", "optimizer/", "ema/"))}
+    for key in names:
+        np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+    """With accumulation, clipping, weight decay on matrices alone, moving averages, tied and fused weights."""
+    folder, results = found()
+    one = results[wanted_of(name)]
+    np.testing.assert_allclose(results[name]["losses"], one["losses"], rtol=0, atol=1e-12)
+    assert len(results[name]["losses"]) == 6
+    np.testing.assert_allclose(results[name]["metrics"]["loss"], one["metrics"]["loss"], rtol=0, atol=1e-12)
+    require_same_state(folder, name)
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("horovod", 2), ("auto", 2), ("all-four", 4)])
+def test_what_is_not_cut_stays_equal_bit_for_bit(
+    found: Callable[[], tuple[Path, Found]], name: str, tensor: int
+) -> None:
+    hashes = found()[1][name]["hashes"]
+    assert len({shared for _, shared in hashes}) == 1
+    assert [own for own, _ in hashes[tensor:]] == [own for own, _ in hashes[:-tensor]]
+    assert len({own for own, _ in hashes}) == tensor
+
+
+def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
+    """Two ranks a model, four, one, two, and one process: the same samples, and the same state in the end."""
+    folder, results = found()
+    losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
+    np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
+    require_same_state(folder, "chain")
+    for step in range(2, 7):
+        assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), step).problems == ()
+
+
+def test_dropout_differs_where_values_are_cut_and_nowhere_else(found: Callable[[], tuple[Path, Found]]) -> None:
+    drawn = found()[1]["noisy"]["drawn"]
+    first, second, third, fourth = drawn["outer"]
+    assert first == second != third == fourth
+    assert "1" in first and "0" in first
+    assert len(set(drawn["inner"])) == 4
+
+
+def test_random_streams_go_on_after_a_resume(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    assert results["begun"]["losses"] + results["ended"]["losses"] == results["noisy"]["losses"]
+    assert results["ended"]["hashes"] == results["noisy"]["hashes"]
+
+
+def test_low_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    np.testing.assert_allclose(results["bf16"]["losses"], results["adamw"]["losses"][:3], rtol=0.02)
+
+
+def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    assert "the gradient of blocks.0.inner_norm.weight differs between ranks" in results["inner-norm"]["error"]
+    assert "parallel.tensor is 3, and 4 ranks do not divide into groups of that size" in results["uneven"]["error"]
