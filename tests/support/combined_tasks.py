@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hpctrain.config.combinations import Feature
 from hpctrain.data import open_stream
+from hpctrain.parallel.tensor_words import rows
 from hpctrain.tasks.definition import TorchScheduler, TorchTask
 from hpctrain.train.hooks import RateHook
 
@@ -71,7 +72,7 @@ def data_for(uses: set[Feature]) -> Any:
     random = np.random.default_rng(3)
     shape = (SAMPLES, 2, 4, 4, 4) if Feature.VOLUMES in uses else (SAMPLES, 2, 4, 4)
     inputs = {"x": random.normal(size=shape).astype(np.float32)}
-    if Feature.SPARSE_ADAM in uses:
+    if uses & {Feature.SPARSE_ADAM, Feature.SPARSE_ROWS}:
         inputs = {"words": random.integers(0, 50, (SAMPLES, 5))}
     return inputs | {"y": random.normal(size=(SAMPLES, 1)).astype(np.float32)}
 
@@ -88,7 +89,8 @@ def task(uses: list[str]) -> TorchTask:
     has = {Feature[name] for name in uses}
     several = bool(has & {Feature.SEVERAL_MODELS, Feature.SEVERAL_OPTIMIZERS})
     torch.manual_seed(3)
-    models = {name: Words() if Feature.SPARSE_ADAM in has else Images(has) for name in ("one", "other")}
+    of_words = bool(has & {Feature.SPARSE_ADAM, Feature.SPARSE_ROWS})
+    models = {name: Words() if of_words else Images(has) for name in ("one", "other")}
     for model in models.values():
         if Feature.HALF_PARAMETERS in has:
             model.to(torch.bfloat16)
@@ -112,6 +114,7 @@ def task(uses: list[str]) -> TorchTask:
     made |= {} if Feature.NO_VALIDATION in has else {"validation": data}
     made |= {} if Feature.NO_JUDGE in has else {"loss": loss}
     made |= {} if Feature.NO_FORWARD in has else {"forward": forward}
+    made |= {"tensor": {"head": rows}} if Feature.NO_CUTS not in has else {}
     made |= {"step": step} if Feature.OWN_STEP in has or several else {}
     made |= {"metrics": {"loss_again": loss}} if Feature.METRICS in has else {}
     made |= {"sampler": lambda epoch: np.arange(SAMPLES)} if Feature.SAMPLER in has else {}

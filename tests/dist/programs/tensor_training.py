@@ -57,6 +57,7 @@ def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
         "reduce.verify_every_steps": 1,
         "monitor.enabled": "false",
         "checkpoint.interval": "none",
+        "checkpoint.keep_last": 6,
         "track.every_steps": 100,
     }
     given = base | {key.replace("__", "."): value for key, value in keys.items()}

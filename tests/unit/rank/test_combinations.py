@@ -65,6 +65,7 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.STAGED_ENVIRONMENT: {"launch.stage_environment": "true"},
     Feature.STEP_EPOCHS: {"schedule.kind": "step", "schedule.step_epochs": "[1]"},
     Feature.SYNC_BATCHNORM: {"train.sync_batchnorm": "true"},
+    Feature.TENSOR: {"parallel.tensor": "2"},
     Feature.VERIFY: {"reduce.verify_every_steps": "1"},
     Feature.WARMUP: {"schedule.warmup_steps": "1"},
     Feature.WARMUP_EPOCHS: {"schedule.warmup_epochs": "0.4"},
@@ -93,7 +94,9 @@ KERAS_ONLY = {
     Feature.TEST_STEP,
     Feature.FP32_MODEL,
 }
-OF_RUN_FILES = {one for one in KEYS if one not in {Feature.INITIAL_WEIGHTS, Feature.HOROVOD, Feature.SHORT_BATCH}}
+ELSEWHERE = {Feature.INITIAL_WEIGHTS, Feature.HOROVOD, Feature.SHORT_BATCH, Feature.TENSOR}
+"""Those that take more than one process and its data."""
+OF_RUN_FILES = {one for one in KEYS if one not in ELSEWHERE}
 OF_ALL = {
     *(OF_RUN_FILES - {Feature.NO_REDUCER, Feature.BF16_SUMS, Feature.STAGED_ENVIRONMENT, Feature.WRAP}),
     Feature.JOINT_LAYERS,
@@ -139,11 +142,14 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+TWO = {"data": Feature.RANKS, "tensor": Feature.TENSOR}
+
+
 class Pair(Group):
     """A group of two, of which the other one is never asked."""
 
-    def __init__(self) -> None:
-        super().__init__("data")
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.size = 2
 
 
@@ -163,8 +169,9 @@ def config_of(uses: set[Feature], folder: Path) -> Any:
 def run(uses: set[Feature], folder: Path) -> dict[str, float]:
     """Its metrics, of a few steps on one process."""
     config = config_of(uses, folder)
-    if Feature.RANKS in uses:
-        two = World(Group("world"), Pair(), Group("local"), node=0, nodes=1, host="host")
+    if uses & {Feature.RANKS, Feature.TENSOR}:
+        groups = {name: Pair(name) if one in uses else Group(name) for name, one in TWO.items()}
+        two = World(Group("world"), local=Group("local"), node=0, nodes=1, host="host", **groups)
         make_framework(config, two, make_problem(config, two).task, IntervalClock())
     compiles = uses & {Feature.COMPILE, Feature.COMPILED_MODEL} and not uses & KERAS_ONLY
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():  # minutes, else

@@ -1,0 +1,239 @@
+"""Which layers a tensor group can share out, what each rank gets, and what is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hpctrain import UserError, columns, rows, vocabulary
+from hpctrain.comm.group import Group
+from hpctrain.config.loading import load
+from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue
+from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.parallel.torch_elementwise import require_elementwise
+from hpctrain.parallel.torch_region import Region
+from hpctrain.parallel.torch_tensor import cut_model, planned, slices_of
+from hpctrain.rank.fit import fit
+from hpctrain.rank.trial import try_task
+from hpctrain.system.output import quiet_environment
+from tests.support import tensor_tasks
+from tests.support.tensor_tasks import LAYERS, Gpt
+
+PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
+
+
+class OneOf(Group):
+    """A rank of several; the others are never asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("some")
+        self.rank, self.size = rank, size
+
+
+class Custom(nn.Linear):
+    """A layer that may do anything."""
+
+
+class Everything(nn.Module):
+    """One layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seven = nn.Linear(8, 7)
+        self.six = nn.Linear(6, 12)
+        self.table = nn.Embedding(9, 4)
+        self.bounded = nn.Embedding(8, 4, max_norm=1.0)
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.custom = Custom(4, 4)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.encoder = nn.TransformerEncoderLayer(8, 2)
+        self.parts = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no layer": ({"blocks.*.up": columns}, "no layer of the model is called blocks.*.up"),
+    "no word": ({"six": "columns"}, "tensor['six'] of the task is a str"),
+    "outputs": ({"seven": columns}, "seven has 7 outputs, of which 2 ranks cannot have equal shares"),
+    "parts": ({"six": columns(parts=4)}, "six has 12 outputs in 4 parts, of which 2 ranks"),
+    "inputs": ({"attention.out_proj": rows}, "cuts attention.out_proj, a NonDynamicallyQuantizableLinear, by rows"),
+    "rows": ({"table": vocabulary}, "table has 9 rows, of which 2 ranks cannot have equal shares"),
+    "heads": ({"six": columns(heads=3)}, "six has 12 outputs in 3 heads, of which 2 ranks cannot have whole ones"),
+    "heads of a size": ({"six": columns(heads=8)}, "six has 12 outputs in 8 heads"),
+    "kind": ({"convolution": columns}, "cuts convolution, a Conv1d, by columns, which takes a plain torch.nn.Linear"),
+    "another kind": ({"six": vocabulary}, "cuts six, a Linear, by vocabulary, which takes a plain torch.nn.Embedding"),
+    "subclass": ({"custom": columns}, "cuts custom, a Custom, by columns"),
+    "inside of torch": ({"encoder.linear1": columns}, "TransformerEncoderLayer of torch.nn may use its weights"),
+    "max_norm": ({"bounded": vocabulary}, "cuts bounded, an Embedding with max_norm"),
+    "twice": ({"six": columns, "s?x": rows}, "names six twice, and cuts it differently"),
+    "tied to a whole one": ({"one": columns}, "one and other share their weight, and tensor= of the task cuts it"),
+    "tied otherwise": ({"one": columns, "other": rows}, "one and other share their weight"),
+}
+
+
+@pytest.mark.parametrize(("words", "what"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_cut_is_refused_by_name(words: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError, match=re.escape(what)):
+        planned(Everything(), words, 2)
+    assert planned(Everything(), words, 1) == []
+
+
+def test_patterns_name_layers() -> None:
+    found = {one.name: one.word for one in planned(Gpt(), LAYERS, 2)}
+    assert found["blocks.1.qkv"] == columns(parts=3, heads=4)
+    assert len(found) == 2 + 2 * 4
+    assert [one.name for one in planned(Everything(), {"parts.*2": rows}, 4)] == ["parts.2"]
+
+
+@pytest.mark.parametrize("options", [{"parts": 0}, {"heads": 0}, {"parts": 3, "gathers": True}])
+def test_words_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=re.escape("columns(parts=")):
+        columns(**options)
+
+
+@given(ranks=st.integers(1, 5), parts=st.integers(1, 4), length=st.integers(1, 3), axis=st.integers(0, 1))
+def test_the_parts_of_all_ranks_make_up_the_whole(ranks: int, parts: int, length: int, axis: int) -> None:
+    shape = [2, 2]
+    shape[axis] = ranks * parts * length
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    found = torch.full_like(whole, -1)
+    for rank in range(ranks):
+        own = slices_of(tuple(shape), axis, parts, OneOf(rank, ranks), OneOf(0, 1))
+        for view, cut in own.views(own.of(whole)):
+            place = tuple(slice(first, first + count) for first, count in zip(cut.begin, view.shape, strict=True))
+            assert (found[place] == -1).all()
+            found[place] = view
+    assert torch.equal(found, whole)
+
+
+def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_too() -> None:
+    model = Gpt()
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    qkv, before = model.blocks[0].qkv.weight, model.blocks[0].qkv.weight.detach().clone()
+    tensor = cut_model(model, planned(model, LAYERS, 2), OneOf(1, 2), OneOf(0, 1), [optimizer])
+    assert model.blocks[0].qkv.weight is qkv and type(qkv) is nn.Parameter
+    assert qkv.shape == optimizer.state[qkv]["sum"].shape == (24, 16)
+    assert torch.equal(qkv, torch.cat([before[8:16], before[24:32], before[40:48]]))
+    assert tensor.slices.keys() == {
+        "words.weight",
+        *(f"blocks.{n}.{name}" for n in range(2) for name in ("qkv.weight", "qkv.bias", "out.weight")),
+        *(f"blocks.{n}.{name}" for n in range(2) for name in ("up.weight", "up.bias", "down.weight")),
+    }
+
+
+def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
+    model = Gpt()
+    cut_model(model, planned(model, {"blocks.*.down": rows}, 2), OneOf(0, 2), OneOf(0, 1), [])
+    with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, and each rank has 32 of them"):
+        model(torch.zeros(1, 7, dtype=torch.int64))
+
+
+ELEMENTWISE = ("AdamW", "SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_that_update_each_element_by_itself_go(name: str, axis: int) -> None:
+    parameter = nn.Parameter(torch.ones(9, 8))
+    optimizer = vars(torch.optim)[name]([parameter])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps ``step``
+    before = torch.get_rng_state()
+    require_elementwise(optimizer, parameter, "weight", axis)
+    assert torch.equal(parameter, torch.ones(9, 8)) and torch.equal(torch.get_rng_state(), before)
+
+
+class RowNorms(torch.optim.Optimizer):
+    """Each row's gradient is scaled to length one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad / parameter.grad.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, RowNorms])
+def test_optimizers_that_look_at_more_are_refused(kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(UserError, match=f"{kind.__name__} looks at more than one element of weight at a time"):
+        require_elementwise(kind([parameter]), parameter, "weight", 1)
+
+
+def test_random_numbers_inside_are_made_of_those_outside() -> None:
+    drawn: dict[int, list[Tensor]] = {}
+    for rank in range(2):
+        torch.manual_seed(5)
+        region = Region(OneOf(rank, 2))
+        region.enter(torch.device("cpu"))
+        inside = torch.rand(3)
+        region.enter(torch.device("cpu"))
+        again = torch.rand(3)
+        region.leave()
+        region.leave()
+        drawn[rank] = [inside, again, torch.rand(3)]
+    assert [torch.equal(*pair) for pair in zip(*drawn.values(), strict=True)] == [False, False, True]
+
+
+def config(folder: Path, **task_args: Any) -> Config:
+    words = {
+        "name": "run",
+        "task": f"{tensor_tasks.__file__}:gpt",
+        "run_dir": folder / "run",
+        "train.steps": 1,
+        "train.global_batch": 4,
+        "parallel.tensor": 2,
+    }
+    words |= {f"task_args.{key}": value for key, value in task_args.items()}
+    return load(None, [word for key, value in words.items() for word in (f"--{key}", str(value))])
+
+
+def test_one_process_tries_a_task_for_many(tmp_path: Path) -> None:
+    """As ``hpctrain doctor`` does: the map of the layers is looked at, too."""
+    try_task(config(tmp_path))
+    with pytest.raises(
+        UserError, match="words and head share their weight, and tensor= of the task cuts it differently"
+    ):
+        try_task(config(tmp_path, leave_out="head"))
+
+
+def test_ranks_that_do_not_make_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in quiet_environment(False, {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"parallel\.tensor is 2, and 1 rank does not divide into groups of that size"):
+        fit(config(tmp_path))
+
+
+@pytest.mark.parametrize(("tensor", "ranks"), [(2, 3), (4, 2)])
+def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor: int, ranks: int) -> None:
+    with pytest.raises(
+        WrongValue, match=rf"parallel\.tensor is {tensor}, which does not divide launch\.ranks_per_node"
+    ):
+        Config(
+            name="run",
+            task="a:b",
+            train=TrainConfig(steps=1, global_batch=4),
+            parallel=ParallelConfig(tensor),
+            launch=LaunchConfig(ranks_per_node=ranks),
+        )
+
+
+def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    (tmp_path / "task.py").write_text(example, encoding="utf-8")
+    found: dict[str, Any] = {}
+    exec(example, found)  # noqa: S102  a program of ours, from the docs
+    task = found["task"]()
+    assert len(planned(task.model, task.tensor, 4)) == 10
+    assert all(isinstance(word, LayerCut) for word in task.tensor.values())
+    words = ["--name", "run", "--task", f"{tmp_path}/task.py:task", "--train.steps", "1", "--train.global_batch", "4"]
+    try_task(load(None, [*words, "--parallel.tensor", "2"]))
