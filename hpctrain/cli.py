@@ -32,6 +32,7 @@ COMMANDS = {
     "run": Command("hpctrain.commands.run", "train on ranks of this machine, and watch over them"),
     "evaluate": Command("hpctrain.commands.train", "loss and metrics of a checkpoint over the validation data"),
     "predict": Command("hpctrain.commands.train", "outputs of a checkpoint over a data set, to HDF5"),
+    "plan": Command("hpctrain.commands.plan", "what a rank needs if the model is cut or sharded, by plan"),
     "render": Command("hpctrain.commands.slurm", "print the sbatch script of a run"),
     "submit": Command("hpctrain.commands.slurm", "submit a run to Slurm"),
     "status": Command("hpctrain.commands.slurm", "where a run stands: queue, attempt, step, rate"),

@@ -1,0 +1,103 @@
+"""Weighs a run's model as a rank of some plan would have it: trains it for one step, in this process alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import socket
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.world import World, alone
+from hpctrain.config.sections import Config
+from hpctrain.errors import UserError
+from hpctrain.parallel.plan import Weighed
+from hpctrain.rank import wiring
+from hpctrain.rank.problem import first_batch, make_problem
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.state import Placement, StateTensor
+
+MOST_SAMPLES = 8
+"""Of the batch: what passes keep grows with it in proportion."""
+
+
+class Imagined(Group):
+    """A group of which this process is the first rank, and the others are as it is."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(name)
+        self.size = size
+
+    def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        return [value] * self.size
+
+    def gather(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        return np.stack([values] * self.size)
+
+    def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        values *= self.size
+
+
+def weigh(config: Config, tensor: int, ranks: int) -> Weighed:
+    """What the first rank of a tensor group has of a run's model.
+
+    Args:
+        config: of the run, whose task is made anew.
+        tensor: size of the group.
+        ranks: of the run.
+
+    Raises:
+        UserError: the model cannot be cut so, or not be trained; says which layer.
+    """
+    from hpctrain.frameworks.torch.activations import Kept
+    from hpctrain.frameworks.torch.framework import TorchFramework
+
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, tensor=tensor),
+        reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
+    )
+    problem = make_problem(config, alone())
+    if not isinstance(problem.task, TorchTask):
+        what = f"{config.task} is a KerasTask, of which each rank has all"
+        raise UserError(what, "ask for the plans of a TorchTask")
+    if tensor > 1 and not problem.task.tensor:
+        what = "the task does not say how its layers are cut"
+        raise UserError(what, "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...})")
+    me = alone()
+    world = World(me.everyone, me.data, me.local, 0, 1, socket.gethostname(), Imagined("tensor", tensor))
+    with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
+        assert isinstance(framework, TorchFramework), "of a TorchTask"
+        batch = first_batch(problem, config, world, MOST_SAMPLES)
+        samples = len(next(iter(batch.values())))
+        kept = Kept(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
+        with kept.weighing():
+            framework.step([batch], samples)
+        return of_state(framework.state(), kept.num_bytes / samples, ranks)
+
+
+def of_state(state: Iterable[StateTensor], activations: float, ranks: int) -> Weighed:
+    """Adds up a framework's state by what it is."""
+    held = dict.fromkeys(("model", "optimizer", "ema"), 0)
+    whole: dict[str, int] = {}
+    gradients = 0
+    for tensor in state:
+        own = num_bytes(tensor, tensor.shape)
+        kind = tensor.name.partition("/")[0]
+        held[kind] = held.get(kind, 0) + own
+        if kind == "model" and tensor.is_trained:
+            gradients += max(own, 4 * math.prod(tensor.shape))
+        saved = num_bytes(tensor, tensor.cut.shape) if tensor.cut else own
+        whole[tensor.name] = saved * (ranks if tensor.placement is Placement.RANK else 1)
+    return Weighed(held["model"], gradients, held["optimizer"], held["ema"], activations, sum(whole.values()))
+
+
+def num_bytes(tensor: StateTensor, shape: tuple[int, ...]) -> int:
+    """Of a tensor's dtype in some shape."""
+    return math.prod(shape) * (2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize)
