@@ -40,6 +40,7 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     run.monitor_events.write_text(f"{line}\n")
     assert died_first(run, 2) == [3], "what the first node heard of when it told of deaths is not the order"
     assert died_first(run, 2, [], [1, 3]) == [0], "not noted, as its node ended with it"
+    run.monitor_events.unlink()
     before = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0)
     assert died_first(run, 2, [before]) == []
 
