@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain.cli import main
 from hpctrain.comm.world import connect
 from tests.support import tensor_tasks
 
@@ -75,11 +76,17 @@ def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
     }
 
 
+def predict(folder: Path, name: str, tensor: int) -> None:
+    """As ``hpctrain predict`` does, from the end of a run, over the validation data."""
+    words = ["predict", str(folder / name / "run.yaml"), "--parallel.tensor", str(tensor)]
+    assert main(words) == 0, name
+
+
 def on_four_ranks(folder: Path) -> dict[str, Any]:
     """All scenarios, by name."""
     cut = {"parallel__tensor": 2}
     found = {
-        "horovod": run(folder, "horovod", **cut, reduce__kind="horovod"),
+        "horovod": run(folder, "horovod", **cut, reduce__kind="horovod", monitor__enabled="true"),
         "auto": run(folder, "auto", **cut, reduce__kind="auto", task_args__optimizer="fused"),
         "all-four": run(folder, "all-four", parallel__tensor=4),
         "adagrad": run(folder, "adagrad", **cut, task_args__optimizer="adagrad"),
@@ -87,9 +94,12 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "noisy": run(folder, "noisy", **cut, steps=3, task_args__dropout=0.5),
         "begun": run(folder, "noisy-again", **cut, steps=2, task_args__dropout=0.5),
         "ended": run(folder, "noisy-again", **cut, steps=3, task_args__dropout=0.5),
+        "initial": run(folder, "initial", **cut, steps=1, checkpoint__init_from=folder / "all-four"),
         "inner-norm": run(folder, "inner-norm", **cut, task_args__inner_norm="true"),
         "uneven": run(folder, "uneven", parallel__tensor=3),
     }
+    predict(folder, "all-four", 4)
+    predict(folder, "horovod", 2)
     for step, tensor in enumerate((2, 4, 1, 2), start=2):
         found[f"chain-{step}"] = run(folder, "chain", steps=step, parallel__tensor=tensor)
     return found
@@ -97,11 +107,14 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
 
 def alone(folder: Path) -> dict[str, Any]:
     """What one process comes to, and the end of what four ranks began."""
-    return {
+    found = {
         "adamw": run(folder, "adamw"),
         "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
+        "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "adamw"),
         "chain-6": run(folder, "chain"),
     }
+    predict(folder, "adamw", 1)
+    return found
 
 
 if __name__ == "__main__":
