@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
 from hpctrain.cli import main
@@ -42,7 +43,16 @@ class Watcher(BaseHook):
         self.hashes = EVERYONE.allgather(both, "compare the weights")
 
 
-def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
+class Drift(BaseHook):
+    """Weights that all have alike, changed on the last rank."""
+
+    def before_fit(self, training: Training) -> None:
+        if training.world.rank == EVERYONE.size - 1:
+            with torch.no_grad():
+                training.framework.model.norm.weight[0] += 1e-12  # type: ignore[attr-defined]
+
+
+def run(folder: Path, name: str, steps: int = 6, drifts: bool = False, **keys: Any) -> dict[str, Any]:
     """One attempt of a run; keys of the run file have __ for the dot."""
     watcher = Watcher()
     base = {
@@ -64,7 +74,7 @@ def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
     given = base | {key.replace("__", "."): value for key, value in keys.items()}
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     try:
-        summary = fit(load_config(None, words), hooks=[watcher])
+        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
     except HpctrainError as error:
         return {"error": str(error)}
     return {
@@ -96,6 +106,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "ended": run(folder, "noisy-again", **cut, steps=3, task_args__dropout=0.5),
         "initial": run(folder, "initial", **cut, steps=1, checkpoint__init_from=folder / "all-four"),
         "inner-norm": run(folder, "inner-norm", **cut, task_args__inner_norm="true"),
+        "drifted": run(folder, "drifted", **cut, drifts=True, train__clip_norm="null"),
         "uneven": run(folder, "uneven", parallel__tensor=3),
     }
     predict(folder, "all-four", 4)
