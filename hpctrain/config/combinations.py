@@ -29,6 +29,7 @@ class Feature(StrEnum):
     CLIP = "train.clip_norm"
     COMPILE = "train.compile"
     COMPILED_MODEL = "a model that the task compiles"
+    COUPLED = "an optimizer whose update of a parameter depends on others"
     CYCLE_EPOCHS = "schedule.cycle_epochs"
     DENSIFY = "reduce.sparse: densify"
     EARLY_STOP = "train.early_stop.metric"
@@ -37,6 +38,7 @@ class Feature(StrEnum):
     EVALUATION_SCHEDULER = "TorchScheduler(every='evaluation')"
     EXPONENTIAL = "schedule.kind: exponential"
     FP16 = "train.precision: fp16"
+    FP16_SUMS = "reduce.compression: fp16"
     FP32_MODEL = "a Keras model that computes in float32"
     GATHER = "ctx.gather"
     GROUP_RATES = "a rate for each parameter group"
@@ -59,6 +61,7 @@ class Feature(StrEnum):
     ONE_CYCLE = "schedule.kind: one_cycle"
     OTHER_OPTIMIZER = "an optimizer of the task that is not the model's"
     OVERLAP = "reduce.overlap: on"
+    OWN_OPTIMIZER_STATE = "an optimizer that holds others, or state outside of its state"
     OWN_STEP = "a step of the task's own (PyTorch)"
     PLATEAU = "schedule.plateau.metric"
     RANKS = "several ranks"
@@ -69,6 +72,7 @@ class Feature(StrEnum):
     SCHEDULE = "schedule in the run file"
     SEVERAL_MODELS = "several models"
     SEVERAL_OPTIMIZERS = "several optimizers"
+    SHARD = "parallel.shard: optimizer"
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
     SPARSE_ROWS = "an embedding with sparse=True"
@@ -176,6 +180,23 @@ OF_TENSOR_GROUPS = {
         "leave sparse=True out: hpctrain.vocabulary shares out the rows of a large table",
     ),
     Feature.RECOMPUTE: ("train.recompute is given, which computes a layer on one rank alone", "leave one of them out"),
+    Feature.SHARD: ("parallel.shard is optimizer, which knows nothing of layers that are cut", "leave one of them out"),
+}
+SHARDED = "parallel.shard is optimizer"
+OF_SHARDS = {
+    Feature.HOROVOD: ("gradients would travel by Horovod to all ranks", "set reduce.kind: auto, or leave it out"),
+    Feature.OVERLAP: ("gradients travel after the backward pass", "leave reduce.overlap at auto"),
+    Feature.BF16_SUMS: ("gradients travel as they are", "leave reduce.compression out"),
+    Feature.FP16_SUMS: ("gradients travel as they are", "leave reduce.compression out"),
+    Feature.KERAS: ("the task is a KerasTask", "leave parallel.shard out: it is for PyTorch"),
+    Feature.SPARSE_ADAM: (
+        "SparseAdam, which updates {1}, takes sparse gradients alone",
+        "leave parallel.shard out, or use Adam",
+    ),
+    Feature.OWN_OPTIMIZER_STATE: (
+        "{1} holds other optimizers, or state that is in neither its state nor its param_groups, which cannot be cut",
+        "leave parallel.shard out, or give the task a list of plain optimizers",
+    ),
 }
 
 TABLE: tuple[Row, ...] = (
@@ -227,6 +248,13 @@ TABLE: tuple[Row, ...] = (
     *(
         Row((Feature.TENSOR, feature), f"parallel.tensor is {{0}}, and {what}", fix)
         for feature, (what, fix) in OF_TENSOR_GROUPS.items()
+    ),
+    *(Row((Feature.SHARD, feature), f"{SHARDED}, and {what}", fix) for feature, (what, fix) in OF_SHARDS.items()),
+    Row(
+        (Feature.SHARD, Feature.COUPLED, Feature.RANKS),
+        f"{SHARDED}, and {{1}} updates a parameter by what it finds in others, so that ranks that have a part of them "
+        "would train another model",
+        "leave parallel.shard out, or use another optimizer, such as AdamW",
     ),
     # streams
     *(

@@ -211,6 +211,9 @@ class ParallelConfig:
     tensor: int = 1
     """PyTorch: ranks, on one node, that share out the layers which the task names in tensor=. Each such group trains on
     its own samples."""
+    shard: Literal["none", "optimizer"] = "none"
+    """PyTorch: what each rank holds only a part of. optimizer: the optimizer's state (ZeRO-1); each rank updates its
+    rows of the parameters, and all get them. The numbers and checkpoints are the same."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tensor", self.tensor, 1)
@@ -242,6 +245,7 @@ class ReduceConfig:
         """What of this section does not go with everything."""
         given = {
             Feature.BF16_SUMS: self.compression == "bf16",
+            Feature.FP16_SUMS: self.compression == "fp16",
             Feature.DENSIFY: self.sparse == "densify",
             Feature.HOROVOD: self.kind == "horovod",
             Feature.NO_REDUCER: self.kind == "none",
@@ -593,6 +597,7 @@ class Config:
             Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
             Feature.RECOMPUTE: train.recompute,
             Feature.SCHEDULE: schedule != ScheduleConfig(),
+            Feature.SHARD: self.parallel.shard == "optimizer",
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,

@@ -1,4 +1,10 @@
-"""Models that several ranks share out, and the exact sums that make of their parts what one process would compute.
+"""Training of what does not fit on one rank.
 
-Others use ``tensor_words``, what a task says of a layer, and ``torch_tensor``, layers of PyTorch that are cut.
+``tensor_words`` is what a task says of how its layers are cut, and ``torch_tensor`` cuts those of a PyTorch model:
+``torch_region`` has the sums between the ranks that share it out, ``torch_elementwise`` asks whether an optimizer may
+update a part.
+
+``sharded`` says which rows of which parameters each rank updates, and ``sharded_exchange`` moves gradients to who
+updates and parameters back. ``torch_sharded`` is what a framework gets of it, and ``torch_probe`` asks an optimizer how
+its parameters may be shared out. The names above are for other rooms; torch is loaded by the modules that need it.
 """

@@ -126,7 +126,7 @@ def _init(module: ModuleType, group: Group, on_gpu: bool) -> None:
     # Horovod 0.28.1 crashes at its second start if this and the cycle time are set; without fusion it means nothing.
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     threads = set(os.listdir("/proc/self/task"))
-    module.init(comm=part)
+    module.init(**({} if part is None else {"comm": part}))
     if not on_gpu:  # there NCCL's own threads, which move the data, would inherit it
         _give_way(set(os.listdir("/proc/self/task")) - threads)
 

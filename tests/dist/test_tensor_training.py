@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -44,10 +45,16 @@ def wanted_of(name: str) -> str:
     return "alone-adagrad" if name == "adagrad" else "adamw"
 
 
-def require_same_state(folder: Path, name: str, step: int = 6) -> None:
+def load_hdf5(path: Path) -> Any:
+    """The outputs in a file of predictions."""
+    with h5py.File(path) as file:
+        return file["output"][...]
+
+
+def require_same_state(folder: Path, name: str, step: int = 6, of: str | None = None) -> None:
     """Weights, averages and the optimizer's slots are those of one process, each as a whole tensor."""
     found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
-    wanted = CheckpointStore(folder / wanted_of(name) / "checkpoints").load(step).arrays
+    wanted = CheckpointStore(folder / (of or wanted_of(name)) / "checkpoints").load(step).arrays
     names = [key for key in wanted if key.startswith(("model/", "optimizer/", "ema/"))]
     assert len(names) > 80
     assert set(names) == {key for key in found if key.startswith(("model/", "optimizer/", "ema/"))}
@@ -82,8 +89,22 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
     require_same_state(folder, "chain")
-    for step in range(2, 7):
-        assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), step).problems == ()
+    assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
+
+
+def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path, Found]]) -> None:
+    folder, results = found()
+    np.testing.assert_allclose(results["initial"]["losses"], results["alone-initial"]["losses"], rtol=0, atol=1e-12)
+    assert results["initial"]["losses"][0] < results["adamw"]["losses"][3]
+    require_same_state(folder, "initial", 1, "alone-initial")
+
+
+def test_predictions_are_written_once(found: Callable[[], tuple[Path, Found]]) -> None:
+    """By the first rank of each tensor group; all compute them."""
+    folder, _ = found()
+    predicted = [load_hdf5(folder / name / "predictions.h5") for name in ("all-four", "horovod", "adamw")]
+    for each in predicted[:2]:
+        np.testing.assert_allclose(each, predicted[2], rtol=0, atol=1e-12)
 
 
 def test_dropout_differs_where_values_are_cut_and_nowhere_else(found: Callable[[], tuple[Path, Found]]) -> None:
@@ -108,4 +129,5 @@ def test_low_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> No
 def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
     results = found()[1]
     assert "the gradient of blocks.0.inner_norm.weight differs between ranks" in results["inner-norm"]["error"]
+    assert "weights of rank 3 differ" in results["drifted"]["error"]
     assert "parallel.tensor is 3, and 4 ranks do not divide into groups of that size" in results["uneven"]["error"]

@@ -168,7 +168,7 @@ class TorchFramework:
         if self.updates == 1:
             self.tensor.require_whole_gradients(self.model, self.world.everyone)
         try:
-            decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals)
+            decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals, self.clock)
         except NotFinite:
             raise ranks_at_fault(self.world.data, math.isfinite(loss[0])) from None
         self.clock.mark(Phase.OPTIMIZER)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from hpctrain.frameworks.named_state import load_tensors
 from hpctrain.frameworks.torch.state import NUMBER, TorchTensor, tensor_of, tensors_of
 from hpctrain.parallel.torch_tensor import Slices
 from hpctrain.train.saved_arrays import SavedArrays, as_saved
-from hpctrain.train.state import ArrayTensor, StateTensor
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 
 Group = dict[str, Any]
+Placed = TypeVar("Placed", TorchTensor, ArrayTensor)
 
 
 class Together(Optimizer):
@@ -99,20 +100,52 @@ class Part:
         return f"{self.path}." if self.path else ""
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Where the state of parameters lies in that of whole ones, if optimizers have parts of them."""
+
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
+    """Of each part of a parameter, by id."""
+    common: frozenset[str] = frozenset()
+    """Names of slots that have no rows, such as a count of steps: they are the same for all parts of a parameter."""
+    slices: Mapping[int, Slices] = field(default_factory=dict)
+    """What this rank has of parameters that a tensor group shares out, by id."""
+
+    def cut_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Cut | None:
+        """Where a slot of a parameter lies if it is cut as that is.
+
+        Args:
+            slot: its name.
+            shape: of its value here, or as it was saved.
+            parameter: as the optimizer has it.
+            is_saved: which shape it is.
+        """
+        cut = self.cuts.get(id(parameter))
+        whole = None if cut is None else cut.shape if is_saved else tuple(parameter.shape)
+        return cut if shape == whole and slot not in self.common else None
+
+    def placed(self, tensor: Placed, slot: str, parameter: Tensor) -> Iterator[Placed]:
+        """A slot as this rank saves it; nothing if another one does."""
+        part = self.cuts.get(id(parameter))
+        cut = self.cut_of(slot, tensor.shape, parameter)
+        if cut is None and part is not None and not any(part.begin):  # whoever has the first row saves what has none
+            cut = Cut(tensor.shape, (0,) * len(tensor.shape))
+        if part is None or cut is not None:
+            yield tensor if cut is None else replace(tensor, placement=Placement.CUT, cut=cut)
+
+
 class OptimizerState:
     """State of all parts, the inner ones first, so that what an outer one only passes on has the inner one's name.
 
     Args:
         every: all parts, inner ones first.
-        names: of the model's parameters, by id.
-        slices: what this rank has of the parameters that are cut, by name.
+        names: of the model's parameters, and of parts of them, by id.
+        slots: where state lies if optimizers have parts of parameters.
     """
 
-    def __init__(
-        self, every: Sequence[Part], names: Mapping[int, str], slices: Mapping[str, Slices] | None = None
-    ) -> None:
+    def __init__(self, every: Sequence[Part], names: Mapping[int, str], slots: Slots | None = None) -> None:
+        self.slots = slots or Slots()
         self.every = every
-        self.slices = slices or {}
         self.parts = [part for part in every if not part.speaks]
         self.names = names
         self.initial_rates = {place: float(group["lr"]) for place, group in self.rated_groups()}
@@ -181,16 +214,20 @@ class OptimizerState:
             for slot, value in slots.items():
                 name = f"optimizer/{part.prefix}{slot}"
                 if isinstance(value, Tensor):
-                    slices = self.slices.get(own) if value.numel() > 1 else None
+                    slices = self.slots.slices.get(id(parameter)) if value.numel() > 1 else None
                     if slices is not None and value.shape != parameter.shape:
                         raise UserError(
                             f"{type(part.optimizer).__name__} keeps {slot!r} of shape {list(value.shape)} of {own}, "
                             "which is cut: nobody knows where in the whole it lies",
                             "use an optimizer whose state has the shape of the parameter, such as AdamW",
                         )
-                    tensors += tensors_of(f"{name}/{own}", value, slices)
+                    if slices is not None:
+                        tensors += tensors_of(f"{name}/{own}", value, slices)
+                    else:
+                        tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), slot, parameter)
                 elif isinstance(value, (bool, int, float)):
-                    tensors.append(ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64)))
+                    number = ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64))
+                    tensors += self.slots.placed(number, slot, parameter)
                 elif value is not None:
                     raise UserError(
                         f"{type(part.optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
@@ -222,9 +259,8 @@ class OptimizerState:
                 states.append(state)
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
-                        own = self.names[id(parameter)]
-                        names = of_part(found.get(own, {}), part, self.parts)
-                        put_slots(state, group, parameter, names, as_saved(arrays), self.slices.get(own))
+                        names = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
+                        put_slots(state, group, parameter, names, as_saved(arrays), self.slots)
         for name, index, group in groups_of(self.parts):
             for full in arrays:
                 kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
@@ -279,24 +315,19 @@ def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict
 
 
 def put_slots(
-    state: Any,
-    group: Group,
-    parameter: Tensor,
-    names: Mapping[str, str],
-    saved: SavedArrays,
-    slices: Slices | None = None,
+    state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays, slots: Slots
 ) -> None:
     """Replaces the state of a parameter by what is saved, of each slot under its name."""
     state.pop(parameter, None)
     if names:
         state[parameter] = {
-            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter, slices)
+            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter, slots)
             for slot, name in names.items()
         }
 
 
 def slot_value(
-    slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor, slices: Slices | None = None
+    slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor, slots: Slots
 ) -> Tensor | float:
     """A slot as the optimizer keeps it."""
     if slot.endswith(NUMBER):
@@ -304,14 +335,16 @@ def slot_value(
         return int(number) if number.is_integer() else number
     shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
+    slices = slots.slices.get(id(parameter))
     own = slices if slices is not None and shape == slices.whole else None
-    if own is not None or shape == tuple(
-        parameter.shape
+    cut = slots.cut_of(slot, shape, parameter, is_saved=True)
+    if (
+        cut is not None or own is not None or shape == tuple(parameter.shape)
     ):  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
-    load_tensors(tensors_of(name, value, own), saved)
+    load_tensors(tensors_of(name, value, own) if own else [TorchTensor(name, value, cut=cut)], saved)
     return value
 
 

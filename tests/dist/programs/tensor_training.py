@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain.cli import main
 from hpctrain.comm.world import connect
 from tests.support import tensor_tasks
 
@@ -41,7 +43,16 @@ class Watcher(BaseHook):
         self.hashes = EVERYONE.allgather(both, "compare the weights")
 
 
-def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
+class Drift(BaseHook):
+    """Weights that all have alike, changed on the last rank."""
+
+    def before_fit(self, training: Training) -> None:
+        if training.world.rank == EVERYONE.size - 1:
+            with torch.no_grad():
+                training.framework.model.norm.weight[0] += 1e-12  # type: ignore[attr-defined]
+
+
+def run(folder: Path, name: str, steps: int = 6, drifts: bool = False, **keys: Any) -> dict[str, Any]:
     """One attempt of a run; keys of the run file have __ for the dot."""
     watcher = Watcher()
     base = {
@@ -63,7 +74,7 @@ def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
     given = base | {key.replace("__", "."): value for key, value in keys.items()}
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     try:
-        summary = fit(load_config(None, words), hooks=[watcher])
+        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
     except HpctrainError as error:
         return {"error": str(error)}
     return {
@@ -75,11 +86,17 @@ def run(folder: Path, name: str, steps: int = 6, **keys: Any) -> dict[str, Any]:
     }
 
 
+def predict(folder: Path, name: str, tensor: int) -> None:
+    """As ``hpctrain predict`` does, from the end of a run, over the validation data."""
+    words = ["predict", str(folder / name / "run.yaml"), "--parallel.tensor", str(tensor)]
+    assert main(words) == 0, name
+
+
 def on_four_ranks(folder: Path) -> dict[str, Any]:
     """All scenarios, by name."""
     cut = {"parallel__tensor": 2}
     found = {
-        "horovod": run(folder, "horovod", **cut, reduce__kind="horovod"),
+        "horovod": run(folder, "horovod", **cut, reduce__kind="horovod", monitor__enabled="true"),
         "auto": run(folder, "auto", **cut, reduce__kind="auto", task_args__optimizer="fused"),
         "all-four": run(folder, "all-four", parallel__tensor=4),
         "adagrad": run(folder, "adagrad", **cut, task_args__optimizer="adagrad"),
@@ -87,9 +104,13 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "noisy": run(folder, "noisy", **cut, steps=3, task_args__dropout=0.5),
         "begun": run(folder, "noisy-again", **cut, steps=2, task_args__dropout=0.5),
         "ended": run(folder, "noisy-again", **cut, steps=3, task_args__dropout=0.5),
+        "initial": run(folder, "initial", **cut, steps=1, checkpoint__init_from=folder / "all-four"),
         "inner-norm": run(folder, "inner-norm", **cut, task_args__inner_norm="true"),
+        "drifted": run(folder, "drifted", **cut, drifts=True, train__clip_norm="null"),
         "uneven": run(folder, "uneven", parallel__tensor=3),
     }
+    predict(folder, "all-four", 4)
+    predict(folder, "horovod", 2)
     for step, tensor in enumerate((2, 4, 1, 2), start=2):
         found[f"chain-{step}"] = run(folder, "chain", steps=step, parallel__tensor=tensor)
     return found
@@ -97,11 +118,14 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
 
 def alone(folder: Path) -> dict[str, Any]:
     """What one process comes to, and the end of what four ranks began."""
-    return {
+    found = {
         "adamw": run(folder, "adamw"),
         "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
+        "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "adamw"),
         "chain-6": run(folder, "chain"),
     }
+    predict(folder, "adamw", 1)
+    return found
 
 
 if __name__ == "__main__":

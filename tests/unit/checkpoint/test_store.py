@@ -17,8 +17,10 @@ from hpctrain.checkpoint.format.layout import DamagedCheckpoint
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.saver import Saver, array_tensors, spare_bytes
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.comm.group import Group
 from hpctrain.errors import Replaced, RunFailed, UserError
+from hpctrain.train.state import ArrayTensor, Cut, Placement
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
@@ -44,6 +46,26 @@ def test_save_and_load(store: CheckpointStore) -> None:
     for name, array in arrays(3).items():
         np.testing.assert_array_equal(loaded.arrays[name], array)
         assert loaded.arrays[name].dtype == array.dtype
+
+
+def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> None:
+    """Queries, keys and values in one matrix are cut each by itself: rows 0 and 1, 4 and 5, and so on."""
+    whole = np.arange(24.0).reshape(12, 2)
+    parts = [
+        ArrayTensor("model/qkv", whole[begin : begin + 2], Placement.CUT, cut=Cut(whole.shape, (begin, 0)))
+        for begin in range(0, 12, 2)
+    ]
+    saver = open_saver(store)
+    saver.begin([*parts[::2], *parts[1::2], *array_tensors(arrays(), {})], 3, {})
+    saver.finish().path_or_raise()
+    saver.close()
+    np.testing.assert_array_equal(store.load(3).arrays["model/qkv"], whole)
+    assert verify_checkpoint(store, 3).problems == ()
+    (example,) = [each for each in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "import h5py" in each]
+    example = example.replace("checkpoints/step-000000100", str(store.path / "step-000000003"))
+    found: dict[str, dict[str, np.ndarray]] = {}
+    exec(example.partition("assert")[0], found)  # noqa: S102  a program of ours, from the docs
+    np.testing.assert_array_equal(found["arrays"]["model/qkv"], whole)
 
 
 def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:

