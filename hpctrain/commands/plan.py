@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 LARGEST_GROUP = 8
 """Ranks of a tensor group, unless the run file says how many a node has."""
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+WIDTH = 110
+"""Characters of the table, however narrow the terminal is."""
 PARTS = ("program", "parameters", "gradients", "optimizer", "averages", "activations", "staging", "total")
 
 
@@ -44,24 +47,21 @@ def num_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """See cli.py."""
-    import psutil
-
     from hpctrain.config.loading import load
-    from hpctrain.config.sections import ParallelConfig
     from hpctrain.parallel.plan import Plan, cheapest, footprints
+    from hpctrain.rank.weighing import program_bytes
 
     config = load(args.run_file, args.overrides)
     if args.ranks < 1:
         raise UserError(f"-n is {args.ranks}", "give the number of ranks, 1 or more")
-    import torch  # noqa: F401  its size is the program's, not the model's
-
-    program = psutil.Process().memory_info().rss
+    program = program_bytes()
     sizes = group_sizes(config, args.ranks)
     weighed, reasons = weigh_all(config, sizes, args.ranks)
     samples = {size: largest_micro_batch(config, args.ranks // size) for size in weighed}
     found = footprints(weighed, args.ranks, samples, program)
-    given: ParallelConfig = config.parallel
-    own = next((one for one in found if one.plan == Plan(given.tensor, args.ranks // given.tensor, "none")), None)
+    given = config.parallel
+    given_plan = Plan(given.tensor, args.ranks // given.tensor, given.shard)
+    own = next((one for one in found if one.plan == given_plan), None)
     if args.json:
         plans = [one.to_json() for one in found]
         foreign_text.show(json.dumps({"plans": plans, "not_possible": reasons, "memory": args.memory}, indent=1))
@@ -126,9 +126,7 @@ def show(found: Sequence[Footprint], reasons: Mapping[int, str], limit: int | No
         values = [f"{getattr(one, name) / UNITS[unit]:.1f}" for name in parts]
         fits = [] if limit is None else ["yes" if one.total <= limit else "no"]
         table.add_row(str(plan.tensor), str(plan.data), plan.shard, *values, *fits)
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
+    Console(width=max(shutil.get_terminal_size().columns, WIDTH)).print(table)
     foreign_text.show(f"\na checkpoint has {size_of(found[0].checkpoint)}")
     for size, reason in reasons.items():
         foreign_text.show(f"parallel.tensor: {size} is not possible: {reason}")

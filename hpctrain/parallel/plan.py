@@ -83,7 +83,8 @@ def footprints(weighed: Mapping[int, Weighed], ranks: int, samples: Mapping[int,
     found = []
     for tensor, model in sorted(weighed.items()):
         data = ranks // tensor
-        for shard in ("none", "optimizer") if data > 1 else ("none",):
+        can_shard = data > 1 and tensor == 1  # they are refused together
+        for shard in ("none", "optimizer") if can_shard else ("none",):
             found.append(
                 Footprint(
                     Plan(tensor, data, shard),

@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import TIMEOUT_S, Group
@@ -42,6 +43,13 @@ class Imagined(Group):
 
     def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
         values *= self.size
+
+
+def program_bytes() -> int:
+    """Of this process's memory, with PyTorch and before there is a model."""
+    import hpctrain.frameworks.torch.framework  # noqa: F401  what it needs is the program's, not the model's
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def weigh(config: Config, tensor: int, ranks: int) -> Weighed:

@@ -29,7 +29,7 @@ ROOMS: dict[str, str] = {
     "checkpoint": "errors system config comm run data train tasks frameworks",
     "monitor": "errors system config comm run train",
     "track": "errors system run train",
-    "rank": "errors system config comm run data reduce train tasks frameworks checkpoint monitor track",
+    "rank": "errors system config comm run data reduce train parallel tasks frameworks checkpoint monitor track",
     "registry": "errors config comm run data train tasks checkpoint track rank report",
     "launch": "errors system config comm run",
     "report": "errors run",
@@ -37,7 +37,7 @@ ROOMS: dict[str, str] = {
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
-    "commands": "errors system config comm run data train tasks frameworks checkpoint track rank registry launch "
+    "commands": "errors system config comm run data train parallel tasks frameworks checkpoint track rank registry launch "
     "report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",

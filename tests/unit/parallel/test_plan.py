@@ -1,0 +1,111 @@
+"""What a rank needs under each plan: arithmetic, and models that are really weighed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.commands.plan import num_bytes
+from hpctrain.parallel.plan import Plan, Weighed, cheapest, footprints
+
+WHOLE = Weighed(parameters=100, gradients=100, optimizer=200, averages=0, activations=3.5, checkpoint=300)
+HALF = Weighed(parameters=60, gradients=60, optimizer=120, averages=0, activations=2.0, checkpoint=300)
+RUN = """
+name: gpt
+task: tests.support.tensor_tasks:gpt
+train: {steps: 3, global_batch: 16, accumulate: 2}
+"""
+
+
+def test_each_plan_leaves_a_rank_its_part() -> None:
+    found = footprints({1: WHOLE, 2: HALF}, ranks=4, samples={1: 2, 2: 4}, program=1000)
+    assert [one.plan for one in found] == [Plan(1, 4, "none"), Plan(1, 4, "optimizer"), Plan(2, 2, "none")]
+    assert [one.optimizer for one in found] == [200, 50, 120]
+    assert [one.activations for one in found] == [7, 7, 8], "of its micro-batch"
+    assert {one.staging for one in found} == {75}, "each rank writes a part"
+    assert found[0].total == 1000 + 100 + 100 + 200 + 7 + 75
+    assert cheapest(found, found[0].total) is found[0]
+    assert cheapest(found, found[0].total - 1) is found[1]
+    assert cheapest(found, 100) is None
+
+
+def test_one_rank_shares_nothing() -> None:
+    assert [one.plan for one in footprints({1: WHOLE}, 1, {1: 2}, 0)] == [Plan(1, 1, "none")]
+
+
+def test_a_plan_is_written_as_the_run_file_has_it() -> None:
+    assert Plan(2, 4, "none").keys == "parallel: {tensor: 2}"
+    assert Plan(1, 4, "optimizer").keys == "parallel: {shard: optimizer}"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("512M", 512 << 20), ("1.5G", 3 << 29), ("80GiB", 80 << 30), ("2t", 2 << 40)]
+)
+def test_sizes_are_read_as_slurm_reads_them(text: str, count: int) -> None:
+    assert num_bytes(text) == count
+
+
+def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN)
+    assert main(["plan", str(run), "-n", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    plans = {(one["plan"]["tensor"], one["plan"]["shard"]): one for one in told["plans"]}
+    assert sorted(plans) == [(1, "none"), (1, "optimizer"), (2, "none"), (4, "none")]
+    assert list(told["not_possible"]) == ["8"] and "4 heads" in told["not_possible"]["8"]
+    whole, half = plans[1, "none"], plans[2, "none"]
+    # Two blocks of width 16, a table of 24 words that is the last layer too, 7 places; float64.
+    cut = 2 * (3 * 16 * 16 + 3 * 16 + 16 * 16 + 4 * 16 * 16 + 4 * 16 + 4 * 16 * 16) + 24 * 16
+    kept = 2 * (16 + 16 + 4 * 16) + 7 * 16 + 2 * 16
+    assert whole["parameters"] == 8 * (cut + kept)
+    assert half["parameters"] == 8 * (cut // 2 + kept)
+    for one in (whole, half):
+        slots = one["optimizer"] - 2 * one["parameters"]
+        assert 0 < slots < 200, "AdamW has two values for each element, and a count of steps for each tensor"
+        assert one["gradients"] == one["parameters"]
+    assert plans[1, "optimizer"]["optimizer"] == -(-whole["optimizer"] // 8)
+    assert whole["checkpoint"] == half["checkpoint"], "whoever wrote it"
+    assert half["activations"] / 2 < whole["activations"], "of one sample; a group has two"
+
+
+def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN)
+    assert main(["plan", str(run), "-n", "8", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert main(["plan", str(run), "-n", "8", "--memory", "1M"]) == 64
+    assert "no plan above fits" in capsys.readouterr().err
+    assert plans[0]["total"] > plans[1]["total"]
+    assert main(["plan", str(run), "-n", "8", "--memory", "64G"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("yes") == len(plans) and "a checkpoint has" in table
+    assert main(["plan", str(run), "-n", "8", "--memory", "much"]) == 64
+
+
+TASKS = """
+import keras, numpy as np, torch, hpctrain
+
+data = {"x": np.zeros((8, 3), np.float32)}
+def linear():
+    model = torch.nn.Linear(3, 1)
+    return hpctrain.TorchTask(model, lambda out, batch: out.mean(), torch.optim.SGD(model.parameters(), 0.1), data)
+def of_keras():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    return hpctrain.KerasTask(model, lambda out, batch: out, keras.optimizers.SGD(0.1), data)
+"""
+
+
+def test_a_task_that_says_nothing_of_cuts_is_not_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run.yaml"
+    (tmp_path / "tasks.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    run.write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
+    assert main(["plan", str(run), "-n", "2"]) == 0
+    assert "parallel.tensor: 2 is not possible: the task does not say how its layers are cut" in capsys.readouterr().out
+    assert main(["plan", str(run), "-n", "2", "--task", "tasks.py:of_keras"]) == 64
+    assert "is a KerasTask, of which each rank has all" in capsys.readouterr().err
