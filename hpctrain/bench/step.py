@@ -18,6 +18,8 @@ CONTENDERS = {
     "tensorflow": ("none", "auto", "horovod", "mpi", "mwms", "horovod-plain"),
 }
 MODELS = {"torch": ("gpt", "mlp", "conv"), "tensorflow": ("gpt", "mlp", "conv", "lstm", "small", "wide")}
+ADAM = "mlp-adam"
+"""The mlp by an optimizer that has more state; only if it is named."""
 TABLES = ("tables-sgd", "tables-adagrad", "tables-adam")
 """A large table by an optimizer; only if they are named."""
 
@@ -65,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         default="",
-        help="comma-separated among gpt, mlp, conv, in Keras lstm, small, wide (default: all these), and tables-sgd, "
-        "tables-adagrad, tables-adam (one of 500,000 x 16)",
+        help="comma-separated among gpt, mlp, conv, in Keras lstm, small, wide (default: all these), and mlp-adam, "
+        "tables-sgd, tables-adagrad, tables-adam (one of 500,000 x 16)",
     )
     parser.add_argument(
         "--contenders",
         default="",
-        help="comma-separated: none, plain, auto, horovod, mpi, densify, ddp, mwms, horovod-plain, or a way "
-        "(mpi-flat-fp16)",
+        help="comma-separated: none, plain, auto, horovod, mpi, sharded, densify, ddp, zero, mwms, horovod-plain, or a "
+        "way (mpi-flat-fp16)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
@@ -151,7 +153,7 @@ def parser_of_ranks() -> argparse.ArgumentParser:
 
 
 def _chosen(given: str, models: Sequence[str], skip_unknown: bool) -> list[str]:
-    names, known = given.split(","), [*models, *TABLES]
+    names, known = given.split(","), [*models, ADAM, *TABLES]
     unknown = [name for name in names if name not in known]
     if unknown and not skip_unknown:
         raise UserError(f"no benchmark model {unknown[0]!r}", f"choose among {', '.join(known)}")

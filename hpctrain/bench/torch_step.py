@@ -17,7 +17,7 @@ from hpctrain.bench.ranks import write_rows
 from hpctrain.bench.step import TABLES, Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, alone, connect
-from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.frameworks.torch.opening import open_torch
 from hpctrain.frameworks.torch.state import digest
 from hpctrain.reduce.candidates import Candidate
@@ -97,6 +97,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "gpt": gpt,
     "mlp": mlp,
     "conv": conv,
+    "mlp-adam": mlp,
     **dict.fromkeys(TABLES, tables),
 }
 
@@ -107,6 +108,8 @@ def optimizer_of(name: str, model: nn.Module, densify: bool) -> torch.optim.Opti
         return torch.optim.SGD(model.parameters(), lr=1e-3)
     if name == "tables-adagrad":
         return torch.optim.Adagrad(model.parameters(), lr=1e-3)
+    if name == "mlp-adam":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
     if not isinstance(model, Tables):
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if densify:
@@ -141,12 +144,15 @@ def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
 class Ours:
     """hpctrain's own step, as the training loop calls it."""
 
-    def __init__(self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None) -> None:
+    def __init__(
+        self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None, shard: bool = False
+    ) -> None:
         task = TorchTask(problem.model, cross_entropy, problem.optimizer, None)
         self.batch = {"input": problem.inputs.numpy(), "target": problem.targets.numpy()}
         self.samples = len(problem.inputs) * world.size
         train = TrainConfig(steps=1, global_batch=self.samples)
-        config = Config(name="bench", task="bench:step", train=train, reduce=reduce)
+        parallel = ParallelConfig("optimizer" if shard else "none")
+        config = Config(name="bench", task="bench:step", train=train, reduce=reduce, parallel=parallel)
         self.framework = open_torch(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
 
@@ -177,6 +183,15 @@ def distributed_data_parallel(problem: BenchModel) -> Plain:
     return Plain(problem, nn.parallel.DistributedDataParallel(problem.model), problem.optimizer)
 
 
+def zero_redundancy(problem: BenchModel) -> Plain:
+    """The same with torch's own sharded optimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    settings = {key: value for key, value in problem.optimizer.param_groups[0].items() if key in ("lr", "momentum")}
+    model = nn.parallel.DistributedDataParallel(problem.model)
+    return Plain(problem, model, ZeroRedundancyOptimizer(model.parameters(), type(problem.optimizer), **settings))
+
+
 def plain_horovod(problem: BenchModel) -> Plain:
     """Horovod's DistributedOptimizer at its defaults."""
     import horovod.torch as hvd
@@ -200,6 +215,10 @@ class Choices:
         problem = BenchModel(model, self.world, contender == "densify")
         if contender == "ddp":
             return distributed_data_parallel(problem)
+        if contender == "zero":
+            return zero_redundancy(problem)
+        if contender == "sharded":
+            return Ours(problem, self.world, ReduceConfig(), None, shard=True)
         if contender == "horovod-plain":
             return plain_horovod(problem)
         if contender == "plain":
@@ -241,7 +260,8 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = connect()
     contenders = args.contenders.split(",")
-    if "ddp" in contenders:
+    over_gloo = {"ddp", "zero"} & set(contenders)
+    if over_gloo:
         join_gloo(world)
     choices = Choices(world, args.compression)
     found = [
@@ -249,7 +269,7 @@ def main() -> None:
     ]
     if world.rank == 0:
         write_rows(args.out, [asdict(row) for row in found])
-    if "ddp" in contenders:
+    if over_gloo:
         torch.distributed.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_arrays
 
-UPDATE, TAKE = "update their parameters", "take over updated parameters"
+UPDATE = "update their parameters"
 """What a rank waits for."""
 
 
@@ -23,65 +23,76 @@ class ShardedExchange(Protocol):
 
     @property
     def buffer(self) -> NDArray[Any]:
-        """This rank's gradients, slots at the end; after ``scatter`` its range holds sums, as all slots do."""
+        """This rank's gradients, slots at the end; after ``scatter`` its range holds sums."""
 
     @property
-    def sources(self) -> Sequence[NDArray[Any]]:
-        """Between ``gather`` and ``release``: by rank, a buffer whose range of that rank is what the rank had there."""
+    def slots(self) -> NDArray[Any]:
+        """The sums of the slots, after ``scatter``."""
 
-    def scatter(self) -> None:
-        """Sums all ranks' gradients, each rank its own range, and the slots; SQUARE is that of the whole gradient."""
+    @property
+    def parameters(self) -> NDArray[Any]:
+        """Of all ranks, laid out as the gradients; this rank writes its range before ``gather``, and no other one."""
+
+    def scatter(self, needs_norm: bool) -> None:
+        """Sums all ranks' gradients, each rank its own range, and the slots.
+
+        If the norm is needed, SQUARE is the square of that of the whole sum. If it is not, ``gather`` comes before this
+        rank's gradients are written again: until then others may read them.
+        """
 
     def gather(self) -> None:
-        """Returns when the ranges of all ranks can be read in ``sources``."""
-
-    def release(self) -> None:
-        """They are no longer read."""
+        """Returns when ``parameters`` has the ranges of all ranks, which can be read until the next ``scatter``."""
 
     def close(self) -> None:
         """Releases communicators."""
 
 
 class ShmSharded:
-    """Ranks of one node, through memory that they share."""
+    """Ranks of one node, through memory that they share.
+
+    Nobody waits for the end of a sum, or for others to have read: what is written next is read by nobody until all
+    ranks have met once more.
+    """
 
     def __init__(self, shared: SharedArrays, length: int, gradients: int, ranges: Sequence[slice]) -> None:
         """
         Args:
-            shared: an array for each rank, longer by one than the buffer.
+            shared: an array for each rank and one for the parameters, longer by one than the buffer.
             length: elements of the buffer.
             gradients: elements before the slots.
             ranges: of the gradients, by rank.
         """
-        self.node = shared.node
-        self.shared = shared
-        self.sources = [array[:length] for array in shared.arrays]
-        self.squares = [array[length:] for array in shared.arrays]
+        *own, self.parameters = shared.arrays
+        self.shared, self.node = shared, shared.node
+        self.buffers = [array[:length] for array in own]
+        self.squares = [array[length:] for array in own]
         """Of each rank's range. No slots: those are written anew while others may still read these."""
-        self.buffer = self.sources[self.node.rank]
+        self.buffer = self.buffers[self.node.rank]
         self.mine = ranges[self.node.rank]
         self.gradients = gradients
+        self.slots = self.buffer[gradients:].copy()
 
-    def scatter(self) -> None:
+    def scatter(self, needs_norm: bool) -> None:
         self.node.meet(ARRIVE)
-        first, own = self.sources[0], self.buffer
+        own = self.buffer
+        total = own if self.node.rank < 2 else self.buffers[0]  # the first two terms are read before it is written
         squared = 0.0
         for begin, end in chunks(self.mine.start, self.mine.stop):
-            add_pairwise([source[begin:end] for source in self.sources], first[begin:end])
-            own[begin:end] = first[begin:end]
-            squared += float(np.dot(own[begin:end], own[begin:end]))  # while they are in the core's cache
-        slots = [source[self.gradients :].copy() for source in self.sources]
+            add_pairwise([buffer[begin:end] for buffer in self.buffers], total[begin:end])
+            if total is not own:
+                own[begin:end] = total[begin:end]
+            if needs_norm:
+                squared += float(np.dot(own[begin:end], own[begin:end]))  # while they are in the core's cache
+        slots = [buffer[self.gradients :].copy() for buffer in self.buffers]
         add_pairwise(slots, slots[0])
         self.squares[self.node.rank][0] = squared
-        self.node.meet(ADD)
-        own[self.gradients :] = slots[0]
-        own[self.gradients + SQUARE] = math.fsum(float(square[0]) for square in self.squares)
+        if needs_norm:
+            self.node.meet(ADD)
+            slots[0][SQUARE] = math.fsum(float(square[0]) for square in self.squares)
+        self.slots = slots[0]
 
     def gather(self) -> None:
         self.node.meet(UPDATE)
-
-    def release(self) -> None:
-        self.node.meet(TAKE)
 
     def close(self) -> None:
         self.shared.free()
@@ -94,13 +105,13 @@ class MpiSharded:
         self.comm = duplicate(group)
         self.buffer = np.zeros(length, dtype)
         self.values, self.slots = self.buffer[:gradients], self.buffer[gradients:]
-        self.sources = [self.buffer] * group.size
+        self.parameters = self.values
         self.ranges = ranges
         self.counts = [part.stop - part.start for part in ranges]
         self.own = self.values[ranges[group.rank]]
         self.sums = np.empty_like(self.own)
 
-    def scatter(self) -> None:
+    def scatter(self, needs_norm: bool) -> None:
         from mpi4py import MPI
 
         if len(self.values) <= LARGEST_MESSAGE:
@@ -110,7 +121,8 @@ class MpiSharded:
                 place = self.sums[begin - self.ranges[owner].start :][: end - begin]
                 self.comm.Reduce(self.values[begin:end], place if owner == self.comm.rank else None, root=owner)
         self.own[:] = self.sums
-        self.slots[SQUARE] = np.dot(self.own, self.own)
+        if needs_norm:
+            self.slots[SQUARE] = np.dot(self.own, self.own)
         self.comm.Allreduce(MPI.IN_PLACE, self.slots)
 
     def gather(self) -> None:
@@ -121,9 +133,6 @@ class MpiSharded:
         else:
             for owner, begin, end in self._messages():
                 self.comm.Bcast(self.values[begin:end], root=owner)
-
-    def release(self) -> None:
-        """Each rank has a buffer of its own."""
 
     def close(self) -> None:
         self.comm.Free()
@@ -149,7 +158,7 @@ def open_sharded_exchange(
         dtype: of the buffer.
         ranges: of the gradients, by rank.
     """
-    shared = share_arrays(group, length + 1, dtype)
+    shared = share_arrays(group, length + 1, dtype, common=1)
     if shared is not None and shared.peers is None:
         return ShmSharded(shared, length, gradients, ranges)
     if shared is not None:

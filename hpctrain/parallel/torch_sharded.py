@@ -92,33 +92,36 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 class ShardedReducer:
-    """See reduce.torch_reducer.Reducer. ``grad`` of the parts is the sum, and that of whole parameters None.
+    """See reduce.torch_reducer.Reducer. ``grad`` of the parts is the sum, and that of whole parameters None."""
 
-    Parameters travel back through the buffer of their gradients, which nobody needs by then.
-    """
-
-    def __init__(self, name: str, gradients: FlatGradients, exchange: ShardedExchange, sharded: Sharded) -> None:
+    def __init__(
+        self, name: str, gradients: FlatGradients, exchange: ShardedExchange, sharded: Sharded, needs_norm: bool
+    ) -> None:
         self.name = name
         self.flat_gradients = gradients
         self.sums = exchange
+        self.needs_norm = needs_norm
         self.flat = gradients.flat
-        self.host = torch.from_numpy(exchange.buffer)
+        self.host, self.arrived = torch.from_numpy(exchange.buffer), torch.from_numpy(exchange.parameters)
         self.on_host = self.flat.device.type == "cpu"
         self.slots = self.host[sharded.layout.gradients :]
         self.ranges = sharded.shares.ranges
-        self.mine: list[Tensor] = [part.parameter for part in sharded.parts]
-        self.places = [rows_of(gradients.views[part.piece.parameter], part.piece) for part in sharded.parts]
-        """Of this rank's parts, in the flat buffer."""
         self.own = self.ranges[sharded.rank]
+        self.mine: list[Tensor] = [part.parameter for part in sharded.parts]
+        self.sums_of_mine = [rows_of(gradients.views[part.piece.parameter], part.piece) for part in sharded.parts]
+        """In the flat buffer."""
+        leaving = self.arrived if self.on_host else self.flat
+        self.leaving = [rows_of(self._view(part.piece, leaving), part.piece) for part in sharded.parts]
+        """Where this rank leaves what it has updated; on a GPU on its way there."""
         foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
-        wholes = gradients.parameters
-        self.theirs = [rows_of(wholes[piece.parameter].data, piece) for piece in foreign]
+        self.theirs = [rows_of(gradients.parameters[piece.parameter].data, piece) for piece in foreign]
         """What other ranks update of the parameters here."""
-        self.arriving = [self._arriving(piece) for piece in foreign]
+        self.arriving = [rows_of(self._view(piece, leaving), piece) for piece in foreign]
         """Where that comes from."""
         self.square = 0.0
         if not self.on_host:
-            pin(self.host)
+            for memory in {each.data_ptr(): each for each in (self.arrived, self.host)}.values():
+                pin(memory)  # once, if they begin at the same place
         gradients.attach()
 
     @property
@@ -143,13 +146,13 @@ class ShardedReducer:
         if weight is not None:
             self.slots[WEIGHT] = weight
             self.slots[WEIGHTED] = 1.0
-        self.sums.scatter()
+        self.sums.scatter(self.needs_norm)
         if not self.on_host:
-            self.flat[self.own].copy_(self.host[self.own], non_blocking=True)
-        for part, place in zip(self.mine, self.places, strict=True):
-            part.grad = place if part.dtype == place.dtype else place.to(part.dtype)
+            self.flat[self.own].copy_(self.host[self.own])
+        for part, summed in zip(self.mine, self.sums_of_mine, strict=True):
+            part.grad = summed if part.dtype == summed.dtype else summed.to(part.dtype)
         self.flat_gradients.restart()
-        told = self.slots.tolist()
+        told = self.sums.slots.tolist()
         self.square = told[SQUARE]
         return read_slots(told)
 
@@ -164,33 +167,29 @@ class ShardedReducer:
 
     def spread(self) -> bool:
         with torch.no_grad():
-            torch._foreach_copy_(self.places, self.mine)
+            torch._foreach_copy_(self.leaving, self.mine)
             if not self.on_host:
-                self.host[self.own].copy_(self.flat[self.own])
+                self.arrived[self.own].copy_(self.flat[self.own])
             self.sums.gather()
             if not self.on_host:
-                for part, source in zip(self.ranges, self.sums.sources, strict=True):
+                for part in self.ranges:
                     if part != self.own:
-                        self.flat[part].copy_(torch.from_numpy(source[part]))
+                        self.flat[part].copy_(self.arrived[part])
             torch._foreach_copy_(self.theirs, self.arriving)
-            self.sums.release()
         return True
 
     def close(self) -> None:
         self.flat_gradients.detach()
         if not self.on_host:
             torch.cuda.synchronize(self.flat.device)
-            unpin(self.host.data_ptr())
+            for memory in {self.host.data_ptr(), self.arrived.data_ptr()}:
+                unpin(memory)
         self.sums.close()
 
-    def _arriving(self, piece: Piece) -> Tensor:
-        """Where a piece of another rank can be read after ``gather``: on a GPU it is brought to the flat buffer."""
+    def _view(self, piece: Piece, flat: Tensor) -> Tensor:
+        """A whole parameter, laid out in a buffer as its gradient is."""
         gradients = self.flat_gradients
-        if not self.on_host:
-            return rows_of(gradients.views[piece.parameter], piece)
-        source = torch.from_numpy(self.sums.sources[piece.owner])
-        offset = gradients.layout.offsets[piece.parameter]
-        return rows_of(view_like(gradients.parameters[piece.parameter], source, offset), piece)
+        return view_like(gradients.parameters[piece.parameter], flat, gradients.layout.offsets[piece.parameter])
 
 
 @dataclass(frozen=True)
@@ -199,6 +198,8 @@ class ShardedReducers:
 
     sharded: Sharded
     config: ReduceConfig
+    needs_norm: bool = True
+    """Whether an update has to know the norm of the gradient."""
     sparse: Sequence[Parameter] = ()
     """No gradient stays sparse."""
 
@@ -213,4 +214,4 @@ class ShardedReducers:
         host = torch.from_numpy(exchange.buffer)
         flat = host if device.type == "cpu" else torch.zeros_like(host, device=device)
         gradients = FlatGradients(self.sharded.pairs, flat, layout, lambda bucket: None, self.config.sparse)
-        return ShardedReducer(candidate.name, gradients, exchange, self.sharded)
+        return ShardedReducer(candidate.name, gradients, exchange, self.sharded, self.needs_norm)

@@ -117,6 +117,8 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "Lamb of a user": by_group(Lamb),
 }
 """Optimizers that need whole tensors."""
+SOME = ("SGD", "AdamW", "Lion of a user", "Muon")
+"""That are tried on two ranks, too."""
 
 
 def task() -> TorchTask:

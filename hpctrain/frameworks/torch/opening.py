@@ -7,6 +7,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import Config
+from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import plain_name, require_same_model
 from hpctrain.frameworks.torch.checks import model_features, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
@@ -22,6 +23,7 @@ from hpctrain.frameworks.torch.state import (
 )
 from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
 from hpctrain.frameworks.torch.updates import ExchangesToChoose
+from hpctrain.frameworks.update import UpdateRule
 from hpctrain.parallel.torch_sharded import ShardedReducers
 from hpctrain.parallel.torch_tensor import cut_model, planned, uncut
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -77,6 +79,7 @@ def open_torch(
         tensor = cut_model(model, layers, world.tensor, world.data, updating)
         slots = Slots(slices={place: tensor.slices[name] for place, name in names.items() if name in tensor.slices})
     sharding = None
+    needs_norm = UpdateRule(train.clip_norm, LossScale() if train.precision == "fp16" else None).needs_norm
     if judgement is not None:
         sharding = share_out_optimizers(shares, parts, judgement, world.data, names)
         names |= sharding.names
@@ -85,7 +88,7 @@ def open_torch(
         optimizer_state.to_device()
     sparse = sparse_parameters(model, parts, config.reduce.sparse)
     reducers = ExchangesToChoose(
-        {name: ShardedReducers(sharded, config.reduce) for name, sharded in sharding.of.items()}
+        {name: ShardedReducers(sharded, config.reduce, needs_norm) for name, sharded in sharding.of.items()}
         if sharding is not None
         else {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
     )

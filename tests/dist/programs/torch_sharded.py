@@ -1,0 +1,351 @@
+"""Trains torch models with sharded optimizer state on these ranks, once a scenario; rank 0 prints all, as JSON.
+
+torch_sharded.py <folder> <scenario> ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpctrain.checkpoint.hook import checkpoint_hook
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World, alone, connect, from_communicator
+from hpctrain.config.sections import CheckpointConfig, Config, ParallelConfig, ReduceConfig, TrainConfig
+from hpctrain.errors import UserError
+from hpctrain.frameworks.host_random import host_random_state
+from hpctrain.frameworks.torch.framework import TorchFramework
+from hpctrain.frameworks.torch.sharding import judge
+from hpctrain.parallel import sharded_exchange
+from hpctrain.parallel.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
+from hpctrain.rank import wiring
+from hpctrain.rank.problem import make_problem
+from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
+from hpctrain.run.folder import RunDir
+from hpctrain.system import shared_memory
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.state import Placement
+from hpctrain.train.stateful import value_of
+from tests.support import torch_own_steps as own
+from tests.support import torch_sharded
+from tests.support.combined_tasks import Coupled
+from tests.support.torch_tasks import adagrad, cut, global_batches, in_float64, make_framework, train
+
+SHARDED, WHOLE = ParallelConfig("optimizer"), ParallelConfig()
+UPDATES = 6
+LATER = 3
+"""Updates before a stop."""
+
+
+def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelConfig, **settings: Any) -> Any:
+    """All parameters and their averages after some updates, and the optimizer's slots by name; in float64."""
+    kind = "mpi" if world.size > 1 else "none"
+    framework = make_framework(
+        world, torch_sharded.model, optimizer=make, forward=in_float64, parallel=parallel, reduce={"kind": kind},
+        accumulate=2, clip_norm=0.05, ema_decay=0.9, **settings,
+    )  # fmt: skip
+    train(framework, UPDATES + 1, 2)  # the last global batch is smaller than the others
+    numbers = [*framework.model.parameters(), *framework.average]
+    slots = [each for each in framework.state() if each.name.startswith("optimizer/")]
+    framework.close()
+    return [number.detach().numpy().copy() for number in numbers], {each.name: (each, value_of(each)) for each in slots}
+
+
+def furthest(ones: list[Any], others: list[Any]) -> float:
+    """Largest difference, relative to the larger of 1 and the number."""
+    pairs = zip(ones, others, strict=True)
+    return max(float(np.max(np.abs(one - other) / np.maximum(1, np.abs(other)), initial=0)) for one, other in pairs)
+
+
+def one_optimizer(world: World, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Beside one process that sees whole batches."""
+    numbers, slots = trained(world, make, SHARDED)
+    wanted, whole = trained(alone(), make, WHOLE)
+    of_slots = 0.0
+    for name, (tensor, value) in slots.items():
+        at = tensor.cut.begin if tensor.cut else (0,) * value.ndim
+        there = whole[name][1][tuple(slice(begin, begin + size) for begin, size in zip(at, value.shape, strict=True))]
+        of_slots = max(of_slots, furthest([value], [there]))
+    shared = {name: value for name, (tensor, value) in slots.items() if tensor.cut}
+    rows: dict[str, int] = {}
+    for name, value in elements(shared):
+        rows[name] = rows.get(name, 0) + value[:1].nbytes
+    mine = {
+        "numbers": furthest(numbers, wanted),
+        "slots": of_slots,
+        "elements": sum(value.nbytes for _, value in elements(shared)),
+        "bytes": sum(value.nbytes for value in shared.values()),
+        "row": max(rows.values(), default=0),
+        "cut": [name for name, (tensor, value) in slots.items() if tensor.cut and tensor.cut.shape != value.shape],
+    }
+    everything = {name: value for name, (_, value) in whole.items() if not name.endswith("/frozen")}
+    return {
+        "ranks": world.data.allgather(mine, "compare"),
+        "bytes": sum(value.nbytes for value in everything.values()),
+        "elements": sum(value.nbytes for _, value in elements(everything)),
+    }
+
+
+def elements(slots: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Those with axes, by the names of their parameters."""
+    return [(name.rpartition("/")[2], value) for name, value in slots.items() if value.ndim]
+
+
+def optimizers(world: World, folder: Path) -> dict[str, Any]:
+    """Each of them, by name; on two ranks some."""
+    known = torch_sharded.BY_ROWS | torch_sharded.WHOLE
+    names = torch_sharded.SOME if world.size == 2 else known
+    return {name: one_optimizer(world, known[name]) for name in names}
+
+
+def messages(world: World, folder: Path) -> dict[str, Any]:
+    """The same without memory that ranks share."""
+    before, shared_memory.FOLDER = shared_memory.FOLDER, "/nonexistent"
+    try:
+        return one_optimizer(world, torch_sharded.BY_ROWS["AdamW"])
+    finally:
+        shared_memory.FOLDER = before
+
+
+def exchanges(world: World, folder: Path) -> dict[str, Any]:
+    """Sums and what comes back, by each way: of uneven ranges, one of them empty."""
+    length, size = 1000, world.size
+    ends = [0, *(7 + 300 * number for number in range(size - 1)), length]
+    ends[1] = 0 if size > 2 else ends[1]
+    ranges = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+    opened: dict[str, Callable[[], ShardedExchange]] = {
+        "node": lambda: open_sharded_exchange(world.data, length + SLOTS, length, np.float64, ranges),
+        "mpi": lambda: MpiSharded(world.data, length + SLOTS, length, np.float64, ranges),
+        "large": lambda: MpiSharded(world.data, length + SLOTS, length, np.float64, ranges),
+    }
+    found = {}
+    for name, make in opened.items():
+        before = sharded_exchange.LARGEST_MESSAGE
+        sharded_exchange.LARGEST_MESSAGE = 64 if name == "large" else before
+        exchange = make()
+        right = []
+        for turn in range(3):
+            values = [np.random.default_rng([turn, rank]).normal(size=length + SLOTS) for rank in range(size)]
+            exchange.buffer[:] = values[world.rank]
+            exchange.scatter(needs_norm=turn != 1)
+            total, mine = np.sum(values, axis=0), ranges[world.rank]
+            others = [slot for slot in range(SLOTS) if slot != SQUARE]
+            right += [
+                np.allclose(exchange.buffer[mine], total[mine], rtol=1e-13),
+                np.allclose(exchange.slots[others], total[length:][others], rtol=1e-13),
+                turn == 1 or bool(np.isclose(exchange.slots[SQUARE], np.sum(total[:length] ** 2), rtol=1e-12)),
+            ]
+            exchange.parameters[mine] = world.rank + turn
+            exchange.gather()
+            back = [exchange.parameters[part] for part in ranges]
+            right += [bool(np.all(part == owner + turn)) for owner, part in enumerate(back)]
+        exchange.close()
+        sharded_exchange.LARGEST_MESSAGE = before
+        found[name] = {"kind": type(exchange).__name__, "right": world.data.allgather(right, "compare")}
+    return found
+
+
+def bits(world: World, folder: Path) -> dict[str, Any]:
+    """Hashes of weights of replicated and of sharded runs, in several precisions, on one node."""
+    adam = torch_sharded.by_group(torch.optim.Adam)
+
+    def halves() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 31), nn.Tanh(), nn.Linear(31, 3)).bfloat16()
+
+    def in_bf16(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"].bfloat16()).float()
+
+    settings: dict[str, dict[str, Any]] = {
+        "fp32": {"optimizer": adam},
+        "bf16": {"optimizer": adam, "precision": "bf16"},
+        "fp16": {"optimizer": adam, "precision": "fp16"},
+        "channels": {"optimizer": adam, "channels_last": True},
+        "halves": {"optimizer": torch_sharded.muon, "model": halves, "forward": in_bf16},
+    }
+    found = {}
+    for name, changes in settings.items():
+        hashes = []
+        for parallel in (SHARDED, WHOLE):
+            framework = make_framework(world, parallel=parallel, reduce={"kind": "mpi"}, **changes)
+            train(framework, UPDATES)
+            hashes.append(framework.weights_hash())
+            framework.close()
+        found[name] = world.data.allgather(hashes, "compare")
+    return found
+
+
+def overflow(world: World, folder: Path) -> dict[str, Any]:
+    """An infinite gradient on one rank leaves the update out on all, and the next one is done."""
+    framework = make_framework(world, precision="fp16", parallel=SHARDED)
+    train(framework, 1)
+    batch = next(global_batches(1))
+    spoiled = {**batch, "x": batch["x"].copy()}
+    spoiled["x"][-1, 0] = np.inf
+    hashes = [framework.weights_hash()]
+    for each in (spoiled, batch):
+        framework.step(cut(each, world.rank, world.size), 30)
+        hashes.append(framework.weights_hash())
+    framework.close()
+    return {"hashes": world.data.allgather(hashes, "compare")}
+
+
+def own_steps(world: World, folder: Path) -> dict[str, Any]:
+    """Two models, two optimizers, in a step of the task's own."""
+    framework = own.make_framework(world, own.gan, parallel=SHARDED, clip_norm=None)
+    own.train(framework, 8)
+    hashes = world.data.allgather(framework.weights_hash(), "compare the weights")
+    framework.close()
+    return {"weights": own.weights(framework), "hashes": hashes}
+
+
+def probe(world: World, folder: Path) -> dict[str, Any]:
+    """What the probe leaves behind, and how long it takes."""
+
+    def rest(framework: TorchFramework) -> Any:
+        state = {name: value.tolist() for name, value in host_random_state().items()}
+        optimizer = framework.optimizer
+        slots = [[slot.tolist() for slot in each.values()] for each in optimizer.state.values()]
+        return [state, torch.get_rng_state().tolist(), slots, optimizer.defaults, framework.weights_hash()]
+
+    framework = make_framework(alone(), optimizer=adagrad)
+    before = rest(framework)
+    begin = time.perf_counter()
+    judge(framework.optimizer_state.every, torch.device("cpu"))
+    seconds = time.perf_counter() - begin
+    same = json.dumps(before) == json.dumps(rest(framework))
+    framework.close()
+    said = ""
+    try:
+        make_framework(world, optimizer=lambda model: Coupled(model.parameters(), lr=0.1), parallel=SHARDED)
+    except UserError as error:
+        said = error.what
+    return {"same": same, "seconds": seconds, "said": world.data.allgather(said, "compare")}
+
+
+class Recorder(BaseHook):
+    """The numbers of the samples of each step, and an early end."""
+
+    def __init__(self, framework: TorchFramework, group: Group, last: int) -> None:
+        self.group, self.last = group, last
+        self.ids: list[list[int]] = []
+        self.step = framework.step
+        framework.step = self.recording  # type: ignore[method-assign]
+
+    def recording(self, micro_batches: Any, global_samples: int) -> Any:
+        """The step itself."""
+        mine = [int(number) for batch in micro_batches for number in batch["id"]]
+        told = self.group.allgather(mine, "name the samples")
+        self.ids.append([number for rank in told for number in rank])
+        return self.step(micro_batches, global_samples)
+
+    def after_step(self, trainer: Any, result: Any) -> StopReason | None:
+        return StopReason.REQUESTED if trainer.state.step >= self.last else None
+
+
+def attempt(world: World, folder: Path, parallel: ParallelConfig, last: int = UPDATES) -> tuple[list[list[int]], Any]:
+    """Samples of each step, and all numbers of the state, each whole; resumes from what lies in the folder."""
+    config = Config(
+        name="run",
+        task="tests.support.torch_sharded:task",
+        train=TrainConfig(steps=UPDATES, global_batch=25, accumulate=2, clip_norm=0.05, ema_decay=0.9),
+        reduce=ReduceConfig(kind="mpi" if world.size > 1 else "none", verify_every_steps=1),
+        parallel=parallel,
+        checkpoint=CheckpointConfig(interval="none"),
+    )
+    run_dir, clock = RunDir(folder), IntervalClock()
+    if world.rank == 0:
+        run_dir.create()
+    world.everyone.barrier("make the folder")
+    problem = make_problem(config, world)
+    framework = wiring.make_framework(config, world, problem.task, clock)
+    assert isinstance(framework, TorchFramework)
+    hook = checkpoint_hook(config, world, run_dir, 25, problem.fingerprint(), lambda event: None)
+    recorder = Recorder(framework, world.data, last)
+    trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
+    with closing(framework), closing(hook), closing(trainer.data):
+        trainer.fit()
+        return recorder.ids, whole_state(framework, world.data)
+
+
+def whole_state(framework: TorchFramework, group: Group) -> dict[str, Any]:
+    """Parameters, averages and slots of all ranks together."""
+    mine = [each for each in framework.state() if each.placement in (Placement.REPLICATED, Placement.CUT)]
+    pieces = [(each.name, each.cut and [each.cut.shape, each.cut.begin], value_of(each).tolist()) for each in mine]
+    found: dict[str, Any] = {}
+    for name, cut_, value in (piece for rank in group.allgather(pieces, "gather the state") for piece in rank):
+        array = np.array(value)
+        if cut_ is None:
+            found[name] = array
+            continue
+        whole = found.setdefault(name, np.full(cut_[0], np.nan))
+        whole[tuple(slice(begin, begin + size) for begin, size in zip(cut_[1], array.shape, strict=True))] = array
+    return found
+
+
+def resumed(world: World, folder: Path) -> dict[str, Any]:
+    """Stopped with sharded state and without, and resumed on other numbers of ranks, both ways."""
+    found: dict[str, Any] = {}
+    comm = world.everyone.comm
+    assert comm is not None
+    parts = {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in {1, 2, world.size}}
+    plans = [(size, parallel) for size in sorted(parts) for parallel in (SHARDED, WHOLE)]
+    wanted_ids, wanted = (
+        attempt(parts[1], folder / f"uninterrupted-{world.rank}", WHOLE) if world.rank == 0 else ([], {})
+    )
+    for begun in (SHARDED, WHOLE):
+        saved = folder / begun.shard
+        attempt(world, saved, begun, LATER)
+        for size, parallel in plans:
+            copy = folder / f"{begun.shard}-{size}-{parallel.shard}"
+            if world.rank == 0:
+                shutil.copytree(saved, copy)
+            world.everyone.barrier("copy the run folder")
+            if world.rank < size:
+                ids, state = attempt(parts[size], copy, parallel)
+                if world.rank == 0:
+                    found[copy.name] = {
+                        "ids": ids == wanted_ids[LATER:],
+                        "names": state.keys() == wanted.keys(),
+                        "difference": furthest(list(state.values()), [wanted[name] for name in state]),
+                    }
+            world.everyone.barrier("resume")
+    return found
+
+
+SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
+    each.__name__: each for each in (optimizers, messages, exchanges, bits, overflow, own_steps, probe, resumed)
+}
+
+
+def main() -> None:
+    """Rank 0 prints."""
+    torch.set_num_threads(1)
+    world = connect()
+    found = {}
+    for name in sys.argv[2:]:
+        begin = time.perf_counter()
+        found[name] = SCENARIOS[name](world, Path(sys.argv[1]))
+        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+    if world.rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        connect().everyone.comm.Abort(1)  # type: ignore[union-attr]

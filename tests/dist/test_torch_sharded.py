@@ -1,0 +1,123 @@
+"""Sharded optimizer state on real MPI ranks: the numbers of one process, a part of the state on each rank."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import torch_own_steps as own
+from tests.support.mpi import mpirun
+from tests.support.torch_sharded import BY_ROWS, SOME, WHOLE
+
+PROGRAM = Path(__file__).parent / "programs" / "torch_sharded.py"
+ROOT = Path(__file__).parents[2]
+RANKS = pytest.mark.parametrize("ranks", [2, 4])
+PRECISIONS = ("fp32", "bf16", "fp16", "channels", "halves")
+SCENARIOS = {
+    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "probe"),
+    4: ("optimizers", "exchanges", "messages", "resumed"),
+}
+
+pytestmark = pytest.mark.world_size(4)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`results(ranks)`: all scenarios on so many ranks, run once."""
+
+    @functools.cache
+    def run(ranks: int) -> Any:
+        folder = tmp_path_factory.mktemp("sharded")
+        scenarios, env = SCENARIOS[ranks], {"PYTHONPATH": str(ROOT)}
+        result = mpirun(ranks, PROGRAM, folder, *scenarios, env=env, timeout=240, warm="torch")
+        return json.loads(result.stdout.strip().splitlines()[-1])
+
+    return run
+
+
+def tried(names: Iterable[str]) -> list[tuple[int, str]]:
+    """On four ranks all, on two some."""
+    return [*((4, name) for name in names), *((2, name) for name in names if name in SOME)]
+
+
+def require_exact(found: Any) -> None:
+    """As one process, to rounding in float64: parameters, their averages, and slots."""
+    for rank in found["ranks"]:
+        assert rank["numbers"] <= 1e-12 and rank["slots"] <= 1e-12
+
+
+def require_shares(found: Any) -> None:
+    """Each slot of each element is on one rank, and each rank has its share, to half a row at either end."""
+    ranks = found["ranks"]
+    assert sum(rank["bytes"] for rank in ranks) == found["bytes"]
+    for rank in ranks:
+        assert abs(rank["elements"] - found["elements"] / len(ranks)) <= max(each["row"] for each in ranks)
+    assert any(rank["cut"] for rank in ranks)
+
+
+@pytest.mark.parametrize(("ranks", "name"), tried(BY_ROWS))
+def test_optimizers_that_go_by_elements_are_cut_by_rows(results: Any, ranks: int, name: str) -> None:
+    found = results(ranks)["optimizers"][name]
+    require_exact(found)
+    require_shares(found)
+
+
+@pytest.mark.parametrize(("ranks", "name"), tried(WHOLE))
+def test_optimizers_that_look_at_tensors_keep_them_whole(results: Any, ranks: int, name: str) -> None:
+    found = results(ranks)["optimizers"][name]
+    require_exact(found)
+    assert sum(rank["bytes"] for rank in found["ranks"]) == found["bytes"]
+    if name != "Muon":  # whose vectors AdamW has
+        assert not any(rank["cut"] for rank in found["ranks"])
+
+
+def test_ranks_that_share_no_memory_send_messages(results: Any) -> None:
+    found = results(4)["messages"]
+    require_exact(found)
+    require_shares(found)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("node", "ShmSharded"), ("mpi", "MpiSharded"), ("large", "MpiSharded")])
+@RANKS
+def test_sums_and_parameters_arrive(results: Any, ranks: int, name: str, kind: str) -> None:
+    found = results(ranks)["exchanges"][name]
+    assert found["kind"] == kind
+    assert all(all(rank) for rank in found["right"])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_one_node_the_bits_are_those_of_a_replicated_run(results: Any, precision: str) -> None:
+    hashes = results(2)["bits"][precision]
+    assert len({one for rank in hashes for one in rank}) == 1
+
+
+def test_an_overflow_leaves_the_update_out_on_all_ranks(results: Any) -> None:
+    for before, spoiled, after in results(2)["overflow"]["hashes"]:
+        assert before == spoiled != after
+    assert len(set(map(tuple, results(2)["overflow"]["hashes"]))) == 1
+
+
+def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any) -> None:
+    found = results(2)["own_steps"]
+    np.testing.assert_allclose(found["weights"], own.plain(own.plain_gan, own.gan, 8), rtol=1e-12, atol=1e-12)
+    assert len(set(found["hashes"])) == 1
+
+
+def test_the_probe_leaves_everything_as_it_was_and_names_what_cannot_be_sharded(results: Any) -> None:
+    found = results(2)["probe"]
+    assert found["same"]
+    assert all(said.startswith("parallel.shard is optimizer, and Coupled updates") for said in found["said"])
+
+
+def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:
+    found = results(4)["resumed"]
+    assert len(found) == 12
+    for resumed in found.values():
+        assert resumed["ids"] and resumed["names"]
+        assert resumed["difference"] <= 1e-12
