@@ -151,7 +151,7 @@ class Ours:
         self.batch = {"input": problem.inputs.numpy(), "target": problem.targets.numpy()}
         self.samples = len(problem.inputs) * world.size
         train = TrainConfig(steps=1, global_batch=self.samples)
-        parallel = ParallelConfig("optimizer" if shard else "none")
+        parallel = ParallelConfig(shard="optimizer" if shard else "none")
         config = Config(name="bench", task="bench:step", train=train, reduce=reduce, parallel=parallel)
         self.framework = open_torch(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close

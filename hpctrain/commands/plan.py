@@ -129,7 +129,7 @@ def show(found: Sequence[Footprint], reasons: Mapping[int, str], limit: int | No
     Console(width=max(shutil.get_terminal_size().columns, WIDTH)).print(table)
     foreign_text.show(f"\na checkpoint has {size_of(found[0].checkpoint)}")
     for size, reason in reasons.items():
-        foreign_text.show(f"parallel.tensor: {size} is not possible: {reason}")
+        foreign_text.show(f"not in groups of {size}: {reason}")
 
 
 def size_of(count: int) -> str:

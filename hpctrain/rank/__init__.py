@@ -1,9 +1,9 @@
 """Inside one rank: it joins the others, builds its objects from the run file, trains, and leaves its last word.
 
 ``session`` is a rank from start to end, ``problem`` what the user's task gives, ``wiring`` the one place that knows
-which class implements what, ``fit`` the training itself, ``trial`` a task tried out by the doctor, ``weighing`` one weighed. ``plain_command`` is
-a rank of a program of others, ``convention`` what that is told, ``heartbeat`` what it may call. The names below are for
-other rooms; each is imported when it is first used.
+which class implements what, ``fit`` the training itself, ``trial`` a task tried out by the doctor, ``weighing`` one
+weighed. ``plain_command`` is a rank of a program of others, ``convention`` what that is told, ``heartbeat`` what it may
+call. The names below are for other rooms; each is imported when it is first used.
 """
 
 from __future__ import annotations

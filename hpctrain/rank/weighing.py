@@ -75,9 +75,6 @@ def weigh(config: Config, tensor: int, ranks: int) -> Weighed:
     if not isinstance(problem.task, TorchTask):
         what = f"{config.task} is a KerasTask, of which each rank has all"
         raise UserError(what, "ask for the plans of a TorchTask")
-    if tensor > 1 and not problem.task.tensor:
-        what = "the task does not say how its layers are cut"
-        raise UserError(what, "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...})")
     me = alone()
     world = World(me.everyone, me.data, me.local, 0, 1, socket.gethostname(), Imagined("tensor", tensor))
     with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:

@@ -37,8 +37,8 @@ ROOMS: dict[str, str] = {
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
-    "commands": "errors system config comm run data train parallel tasks frameworks checkpoint track rank registry launch "
-    "report watch doctor horovod_wheel cli",
+    "commands": "errors system config comm run data train parallel tasks frameworks checkpoint track rank registry "
+    "launch report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
     "__init__": "errors config comm run data reduce train tasks parallel frameworks checkpoint monitor track rank",

@@ -106,6 +106,6 @@ def test_a_task_that_says_nothing_of_cuts_is_not_cut(
     monkeypatch.chdir(tmp_path)
     run.write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
     assert main(["plan", str(run), "-n", "2"]) == 0
-    assert "parallel.tensor: 2 is not possible: the task does not say how its layers are cut" in capsys.readouterr().out
+    assert "parallel.tensor is 2, and the task does not say how its layers are cut" in capsys.readouterr().out
     assert main(["plan", str(run), "-n", "2", "--task", "tasks.py:of_keras"]) == 64
     assert "is a KerasTask, of which each rank has all" in capsys.readouterr().err
