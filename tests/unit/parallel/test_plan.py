@@ -10,6 +10,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.commands.plan import num_bytes
 from hpctrain.parallel.plan import Plan, Weighed, cheapest, footprints
+from tests.support.command import hpctrain
 
 WHOLE = Weighed(parameters=100, gradients=100, optimizer=200, averages=0, activations=3.5, checkpoint=300)
 HALF = Weighed(parameters=60, gradients=60, optimizer=120, averages=0, activations=2.0, checkpoint=300)
@@ -86,26 +87,23 @@ def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, capsys: pyte
 
 
 TASKS = """
-import keras, numpy as np, torch, hpctrain
+import numpy as np, torch, hpctrain
 
 data = {"x": np.zeros((8, 3), np.float32)}
 def linear():
     model = torch.nn.Linear(3, 1)
     return hpctrain.TorchTask(model, lambda out, batch: out.mean(), torch.optim.SGD(model.parameters(), 0.1), data)
 def of_keras():
+    import keras
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     return hpctrain.KerasTask(model, lambda out, batch: out, keras.optimizers.SGD(0.1), data)
 """
 
 
-def test_a_task_that_says_nothing_of_cuts_is_not_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run.yaml"
+def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text(TASKS)
-    monkeypatch.chdir(tmp_path)
-    run.write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
-    assert main(["plan", str(run), "-n", "2"]) == 0
-    assert "parallel.tensor is 2, and the task does not say how its layers are cut" in capsys.readouterr().out
-    assert main(["plan", str(run), "-n", "2", "--task", "tasks.py:of_keras"]) == 64
-    assert "is a KerasTask, of which each rank has all" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
+    told = hpctrain("plan", "run.yaml", "-n", 2, cwd=tmp_path)
+    assert "parallel.tensor is 2, and the task does not say how its layers are cut" in told.stdout
+    told = hpctrain("plan", "run.yaml", "-n", 2, "--task", "tasks.py:of_keras", cwd=tmp_path, code=64)
+    assert "is a KerasTask, of which each rank has all" in told.stderr
