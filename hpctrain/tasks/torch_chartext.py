@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.errors import UserError
+from hpctrain.parallel.tensor_words import columns, rows
 from hpctrain.tasks.definition import TorchTask
 
 VALIDATION_SHARE = 0.1
@@ -21,17 +22,17 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32[n, t, width] -> the same shape."""
-        n, t, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head_width))  # -1: some of the heads, if it is cut
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(n, t, width))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
@@ -79,6 +80,12 @@ def task(
         optimizer=torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
         train={name: array[:-held_out] for name, array in data.items()},
         validation={name: array[-held_out:] for name, array in data.items()},
+        tensor={
+            "blocks.*.qkv": columns(parts=3, heads=heads),
+            "blocks.*.out": rows,
+            "blocks.*.up": columns,
+            "blocks.*.down": rows,
+        },
     )
 
 

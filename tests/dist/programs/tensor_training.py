@@ -44,10 +44,10 @@ class Watcher(BaseHook):
 
 
 class Drift(BaseHook):
-    """Weights that all have alike, changed on the last rank."""
+    """Weights that all have alike, changed on the last rank after the first step."""
 
-    def before_fit(self, training: Training) -> None:
-        if training.world.rank == EVERYONE.size - 1:
+    def after_step(self, training: Training, result: StepResult) -> None:
+        if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
             with torch.no_grad():
                 training.framework.model.norm.weight[0] += 1e-12  # type: ignore[attr-defined]
 

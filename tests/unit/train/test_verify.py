@@ -11,18 +11,18 @@ from hpctrain.errors import NoRequeue
 from hpctrain.train.verify import VerifyWeights
 
 
-def trainer(step: int, hashes: list[str]) -> Any:
-    """What the hook looks at, on rank 0."""
+def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1) -> Any:
+    """What the hook looks at, on rank 0: of each rank, hashes of all weights and of those that are not cut."""
     gathered = []
 
-    def allgather(value: str, what: str) -> list[str]:
+    def allgather(value: list[str], what: str) -> list[list[str]]:
         gathered.append(value)
-        return hashes
+        return [[own, one] for own, one in zip(hashes, shared or [""] * len(hashes), strict=True)]
 
     return SimpleNamespace(
         state=SimpleNamespace(step=step),
-        framework=SimpleNamespace(weights_hash=lambda: hashes[0]),
-        world=SimpleNamespace(data=SimpleNamespace(allgather=allgather)),
+        framework=SimpleNamespace(weights_hash=lambda shared_only=False: hashes[0]),
+        world=SimpleNamespace(everyone=SimpleNamespace(allgather=allgather), tensor=SimpleNamespace(size=tensor)),
         gathered=gathered,
     )
 
@@ -40,3 +40,18 @@ def test_equal_weights_pass_and_only_every_so_many_steps_are_compared() -> None:
 def test_a_rank_that_drifted_is_named() -> None:
     with pytest.raises(NoRequeue, match="after step 4 the weights of rank 1, 3 differ from those of rank 0"):
         VerifyWeights(2).after_step(trainer(4, ["a", "b", "a", "c"]), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "shared", "odd"),
+    [("abab", "ssss", ""), ("abac", "ssss", "3"), ("abab", "stst", "1, 3"), ("aabb", "ssss", "2, 3")],
+)
+def test_ranks_that_share_out_a_model_have_equal_parts_and_all_have_what_is_not_cut(
+    hashes: str, shared: str, odd: str
+) -> None:
+    made = trainer(1, list(hashes), shared, tensor=2)
+    if not odd:
+        assert VerifyWeights(1).after_step(made, None) is None  # type: ignore[arg-type]
+        return
+    with pytest.raises(NoRequeue, match=f"the weights of rank {odd} differ"):
+        VerifyWeights(1).after_step(made, None)  # type: ignore[arg-type]
