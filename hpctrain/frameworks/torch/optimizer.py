@@ -323,9 +323,8 @@ def slot_value(
     shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
     cut = slots.cut_of(slot, shape, parameter, is_saved=True)
-    if cut is not None or shape == tuple(
-        parameter.shape
-    ):  # same memory format as the parameter, so that fused updates stay fast
+    is_like_parameter = cut is not None or shape == tuple(parameter.shape)
+    if is_like_parameter:  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
