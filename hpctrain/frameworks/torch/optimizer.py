@@ -338,9 +338,8 @@ def slot_value(
     slices = slots.slices.get(id(parameter))
     own = slices if slices is not None and shape == slices.whole else None
     cut = slots.cut_of(slot, shape, parameter, is_saved=True)
-    if (
-        cut is not None or own is not None or shape == tuple(parameter.shape)
-    ):  # same memory format as the parameter, so that fused updates stay fast
+    is_like_parameter = cut is not None or own is not None or shape == tuple(parameter.shape)
+    if is_like_parameter:  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     else:
         value = torch.empty(shape, dtype=dtype, device=device)

@@ -88,13 +88,13 @@ def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, capsys: pyte
 
 TASKS = """
 import numpy as np, torch, hpctrain
+import keras
 
 data = {"x": np.zeros((8, 3), np.float32)}
 def linear():
     model = torch.nn.Linear(3, 1)
     return hpctrain.TorchTask(model, lambda out, batch: out.mean(), torch.optim.SGD(model.parameters(), 0.1), data)
 def of_keras():
-    import keras
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     return hpctrain.KerasTask(model, lambda out, batch: out, keras.optimizers.SGD(0.1), data)
 """
