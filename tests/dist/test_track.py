@@ -58,10 +58,11 @@ def losses(run: Path) -> list[list[float]]:
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """A real server with a database in a folder; ended with everything it started."""
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight more processes, of no use here
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     places = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "files")]
     with open(folder / "server.log", "ab") as log:
-        server = subprocess.Popen([*command, *places], stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen([*command, *places], env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_for("MLflow server", lambda: healthy(port), 90)
         yield server

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,11 +160,26 @@ class Cluster:
         self.daemons[name] = self.spawn(name, isolated)
         up = ("idle", "alloc", "mix")  # a job may be waiting for it
         until(lambda: self.node_state(name) in up, 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}")
+        self.warm_up(name)
+
+    def warm_up(self, name: str) -> None:
+        """Has a node's ranks forked from a process that has imported PyTorch, as soon as that is there."""
+        path = self.socket(name)
+        for old in (path, path.with_name(f"{path.name}.new")):
+            old.unlink(missing_ok=True)
+        inside = ["nsenter", "-t", str(self.init(name)), "-u", "-p", "-m"]
+        ranks = [*inside, sys.executable, "-m", "tests.support.warm_ranks", str(path), "torch"]
+        self.daemons[f"ranks-{name}"] = self.spawn(f"ranks-{name}", ranks)
+
+    def socket(self, name: str) -> Path:
+        """Where a node's process that forks ranks listens."""
+        return self.folder / f"ranks-{name}"
 
     def kill_node(self, name: str) -> None:
         """The node loses its power: every process on it is gone at once."""
         os.kill(self.init(name), signal.SIGKILL)
-        self.daemons.pop(name).wait(10)
+        for daemon in (name, f"ranks-{name}"):
+            self.daemons.pop(daemon).wait(10)
 
     def init(self, name: str) -> int:
         """The process that all others of a node end with."""
@@ -209,7 +225,8 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     (folder / "state").mkdir(exist_ok=True)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    cluster = Cluster(folder, {**environment, "SLURM_CONF": str(folder / "slurm.conf")})
+    places = {"SLURM_CONF": str(folder / "slurm.conf"), "WARM_RANKS": str(folder / "ranks-%h")}
+    cluster = Cluster(folder, {**environment, **places})
     try:
         munge = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "seed-file": "munge.seed"}
         options = [f"--{option}={folder / name}" for option, name in munge.items()]
@@ -223,6 +240,8 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         )
         for name in NODES:
             cluster.start_node(name)
+        for name in NODES:
+            until(cluster.socket(name).exists, 60, lambda name=name: cluster.log(f"ranks-{name}"))
         yield cluster
     finally:
         for name in NODES:

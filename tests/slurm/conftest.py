@@ -14,6 +14,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.run import STEPS, Run
+from tests.support.warm_ranks import STAND_IN
 
 RANKS = {
     # Fake nodes share one machine: no shared memory between them, and TCP over the loopback only.
@@ -45,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
     checkout = Path(__file__).parents[2]
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{slurm.SEARCH_PATH}",
-        "PYTHONPATH": str(checkout),
+        "PYTHONPATH": f"{STAND_IN.parent}:{checkout}",
         "HOME": str(folder / "home"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
@@ -88,7 +89,13 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def training(digits: Path, sleep_s: float = 0.0, **keys: Any) -> dict[str, Any]:
-    """Keys of the run file of a short training run; some go to its task, see programs/slow_digits.py."""
+    """Keys of the run file of a short training run; some go to its task, see programs/slow_digits.py.
+
+    Ranks are forked from a process that has imported PyTorch, if none is to die: who notices what first would not be
+    as it is with ranks that Slurm itself has started.
+    """
+    if keys.get("fault") in ("kill", "eat", "exit"):
+        keys["launch"] = {**keys.get("launch", {}), "env": {"WARM_RANKS": ""}}
     names = ("fault", "rank", "at", "once", "slow_attempts")
     args = {"data": str(digits), "sleep_s": sleep_s, **{name: keys.pop(name) for name in names if name in keys}}
     keys.setdefault("train", {"steps": STEPS, "global_batch": 64, "eval_every_epochs": None})

@@ -28,8 +28,17 @@ def build_wheel(room: Path) -> Path:
 
 
 def pip(python: Path, *words: object) -> None:
-    """Runs pip of an environment; its output is part of the failure."""
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, words)]
+    """Runs this environment's pip on one; its output is part of the failure."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "--disable-pip-version-check",
+        "--quiet",
+        *map(str, words),
+    ]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"

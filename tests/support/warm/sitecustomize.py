@@ -5,7 +5,8 @@ import sys
 
 COMMANDS = ("train", "evaluate", "predict")
 words = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-P"] else sys.orig_argv[1:]
-if "WARM_RANKS" in os.environ and words[:2] == ["-m", "hpctrain"] and [*words, ""][2] in COMMANDS:
+path = os.environ.get("WARM_RANKS", "").replace("%h", os.uname().nodename)
+if path and words[:2] == ["-m", "hpctrain"] and [*words, ""][2] in COMMANDS and os.path.exists(path):
     import stand_in  # type: ignore[import-not-found]  # its folder is on the path by then
 
-    stand_in.main(os.environ["WARM_RANKS"], *sys.orig_argv[1:])
+    stand_in.main(path, *sys.orig_argv[1:])
