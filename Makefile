@@ -15,22 +15,15 @@ export VENV
 BIN := $(VENV)/bin
 TORTURE := kills damage sweep ports intruders
 
-.PHONY: demo test test-unit test-slurm check lint docs docs-pictures torture mutants bench clean setup setup-dev
+.PHONY: demo test check lint docs docs-pictures torture mutants bench clean setup setup-dev
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml --reduce.kind horovod
 	@echo "Results: runs/digits-torch (events.jsonl, checkpoints/, logs/). A page of plots: $(BIN)/hpctrain report runs/digits-torch"
 
 test: setup-dev
-	$(MAKE) --no-print-directory -j 2 -O test-unit test-slurm
-	$(BIN)/python -m pytest tests/dist tests/gpu
-
-# Slurm's jobs wait most of the time; what they do then comes first. Neither times anything, as tests/dist does.
-test-unit:
-	nice $(BIN)/python -m pytest -n 2 tests/unit
-
-test-slurm:
-	$(BIN)/python -m pytest tests/slurm
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/bench
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
