@@ -19,7 +19,12 @@ from hpctrain.frameworks.tensorflow.intercept import Apply, intercepted
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, scalars, tested
 from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, refused_or_dense
 from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
-from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, sparse_variables, updates_rows_alone
+from hpctrain.frameworks.tensorflow.sparse import (
+    rows_read_alone,
+    rows_updated_alone,
+    sparse_variables,
+    updates_rows_alone,
+)
 from hpctrain.frameworks.tensorflow.state import model_tensors
 from hpctrain.frameworks.update import NotFinite
 from hpctrain.reduce.candidates import Candidate
@@ -268,7 +273,7 @@ class OwnStep:
 
         model = self.task.model
         model.reset_metrics()
-        with intercepted(exchange), rows_read_alone(self._tables_by_rows()):
+        with intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
             logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
         for average, variable in zip(self.averages, model.trainable_variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.decay))
