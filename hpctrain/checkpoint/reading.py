@@ -27,6 +27,7 @@ from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
 from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
+from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 from hpctrain.run import step_folder
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
@@ -248,22 +249,25 @@ def read_by_each(
     folder: Path, manifest: Manifest, group: Group, own: OwnState, use: Use, rejected: tuple[Rejected, ...]
 ) -> Loaded:
     """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
-    mine: DamagedCheckpoint | UserError | UnreadableCheckpoint | None = None
+    mine: Exception | None = None
+    problem: tuple[str, str, str] | None = None
     kept: Mapping[str, NDArray[Any]] = {}
     with closing(Contents(folder, manifest, own_rank(manifest, group), own.merged)) as contents:
         view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
         try:
             kept = use(view)
         except (*FINAL, UnreadableCheckpoint) as error:
-            mine = error
-    problem = (type(mine).__name__, mine.what, mine.fix) if mine else None
+            mine, problem = error, (type(error).__name__, error.what, error.fix)
+        except Exception as error:  # of a program's own code: the others must not wait for this rank
+            what = f"rank {group.rank} failed while it took over {folder.name}: {with_place(error)}"
+            mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
     told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
     if not told:
         return replace(view, arrays=HeldArrays(kept))
     if damage := next((what for name, what, _ in told if name == DamagedCheckpoint.__name__), None):
         raise DamagedCheckpoint(damage)
     if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
-        raise mine if isinstance(mine, UserError) else UserError(*final)
+        raise mine if mine and not isinstance(mine, UnreadableCheckpoint) else UserError(*final)
     view = shared(folder, manifest, group, rejected)
     return replace(view, arrays=HeldArrays(use(view)))
 
