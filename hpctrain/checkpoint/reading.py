@@ -27,9 +27,9 @@ from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
 from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
-from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 from hpctrain.run import step_folder
+from hpctrain.tasks.blame import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
@@ -259,7 +259,8 @@ def read_by_each(
         except (*FINAL, UnreadableCheckpoint) as error:
             mine, problem = error, (type(error).__name__, error.what, error.fix)
         except Exception as error:  # of a program's own code: the others must not wait for this rank
-            what = f"rank {group.rank} failed while it took over {folder.name}: {with_place(error)}"
+            said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+            what = f"rank {group.rank} failed while it took over {folder.name}: {said}"
             mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
     told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
     if not told:
