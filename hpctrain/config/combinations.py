@@ -29,6 +29,7 @@ class Feature(StrEnum):
     CLIP = "train.clip_norm"
     COMPILE = "train.compile"
     COMPILED_MODEL = "a model that the task compiles"
+    COUPLED = "an optimizer whose update of a parameter depends on others"
     CYCLE_EPOCHS = "schedule.cycle_epochs"
     DENSIFY = "reduce.sparse: densify"
     EARLY_STOP = "train.early_stop.metric"
@@ -37,6 +38,7 @@ class Feature(StrEnum):
     EVALUATION_SCHEDULER = "TorchScheduler(every='evaluation')"
     EXPONENTIAL = "schedule.kind: exponential"
     FP16 = "train.precision: fp16"
+    FP16_SUMS = "reduce.compression: fp16"
     FP32_MODEL = "a Keras model that computes in float32"
     GATHER = "ctx.gather"
     GROUP_RATES = "a rate for each parameter group"
@@ -58,6 +60,7 @@ class Feature(StrEnum):
     ONE_CYCLE = "schedule.kind: one_cycle"
     OTHER_OPTIMIZER = "an optimizer of the task that is not the model's"
     OVERLAP = "reduce.overlap: on"
+    OWN_OPTIMIZER_STATE = "an optimizer that holds others, or state outside of its state"
     OWN_STEP = "a step of the task's own (PyTorch)"
     PLATEAU = "schedule.plateau.metric"
     RANKS = "several ranks"
@@ -68,6 +71,7 @@ class Feature(StrEnum):
     SCHEDULE = "schedule in the run file"
     SEVERAL_MODELS = "several models"
     SEVERAL_OPTIMIZERS = "several optimizers"
+    SHARD = "parallel.shard: optimizer"
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
     STAGED_ENVIRONMENT = "launch.stage_environment"
@@ -149,6 +153,23 @@ OF_TRAIN_STEPS = {
     ),
 }
 
+SHARDED = "parallel.shard is optimizer"
+OF_SHARDS = {
+    Feature.HOROVOD: ("gradients would travel by Horovod to all ranks", "set reduce.kind: auto, or leave it out"),
+    Feature.OVERLAP: ("gradients travel after the backward pass", "leave reduce.overlap at auto"),
+    Feature.BF16_SUMS: ("gradients travel as they are", "leave reduce.compression out"),
+    Feature.FP16_SUMS: ("gradients travel as they are", "leave reduce.compression out"),
+    Feature.KERAS: ("the task is a KerasTask", "leave parallel.shard out: it is for PyTorch"),
+    Feature.SPARSE_ADAM: (
+        "SparseAdam, which updates {1}, takes sparse gradients alone",
+        "leave parallel.shard out, or use Adam",
+    ),
+    Feature.OWN_OPTIMIZER_STATE: (
+        "{1} holds other optimizers, or state that is in neither its state nor its param_groups, which cannot be cut",
+        "leave parallel.shard out, or give the task a list of plain optimizers",
+    ),
+}
+
 TABLE: tuple[Row, ...] = (
     # the run file alone
     Row(
@@ -193,6 +214,14 @@ TABLE: tuple[Row, ...] = (
         (Feature.NO_REDUCER, Feature.RANKS),
         "reduce.kind is none but there are {1} ranks, which would train apart",
         "set reduce.kind: auto, or start one rank",
+    ),
+    # models that are shared out
+    *(Row((Feature.SHARD, feature), f"{SHARDED}, and {what}", fix) for feature, (what, fix) in OF_SHARDS.items()),
+    Row(
+        (Feature.SHARD, Feature.COUPLED, Feature.RANKS),
+        f"{SHARDED}, and {{1}} updates a parameter by what it finds in others, so that ranks that have a part of them "
+        "would train another model",
+        "leave parallel.shard out, or use another optimizer, such as AdamW",
     ),
     # streams
     *(

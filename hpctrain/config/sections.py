@@ -205,6 +205,15 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is shared out among ranks, beside the data."""
+
+    shard: Literal["none", "optimizer"] = "none"
+    """PyTorch: what each rank holds only a part of. optimizer: the optimizer's state (ZeRO-1); each rank updates its
+    rows of the parameters, and all get them. The numbers and checkpoints are the same."""
+
+
+@dataclass(frozen=True)
 class ReduceConfig:
     """How gradients are averaged over the ranks."""
 
@@ -230,6 +239,7 @@ class ReduceConfig:
         """What of this section does not go with everything."""
         given = {
             Feature.BF16_SUMS: self.compression == "bf16",
+            Feature.FP16_SUMS: self.compression == "fp16",
             Feature.DENSIFY: self.sparse == "densify",
             Feature.HOROVOD: self.kind == "horovod",
             Feature.NO_REDUCER: self.kind == "none",
@@ -521,6 +531,8 @@ class Config:
     """Arguments of the task function."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is shared out."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """How gradients are averaged."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -578,6 +590,7 @@ class Config:
             Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
             Feature.RECOMPUTE: train.recompute,
             Feature.SCHEDULE: schedule != ScheduleConfig(),
+            Feature.SHARD: self.parallel.shard == "optimizer",
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,

@@ -70,17 +70,17 @@ def hang(run_dir: RunDir, attempt: int) -> Verdict | None:
 def died_first(
     run_dir: RunDir, attempt: int, words: Sequence[LastWord] = (), bereaved: Collection[int] = ()
 ) -> list[int]:
-    """Ranks that the monitor saw die before any other; those that died after a rank's own error are its victims.
+    """The rank that the monitor saw die before any other; one that died after a rank's own error is its victim.
 
-    ``bereaved`` are ranks that MPI ended because it had lost another one; if the lost one's agent is busy, theirs
-    notes first.
+    ``bereaved`` are ranks that MPI ended because it had lost another one; on a busy node, the lost one's death may be
+    noted later, or not at all.
     """
-    told = next((event for event in _hangs(run_dir, attempt) if event.kind == "died"), None)
-    among = [rank.rank for rank in (told.ranks if told else ()) if rank.rank is not None]
     first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
     noted = [rank for at, rank in deaths.noted(run_dir, attempt) if at < first_error]
-    noted, among = ([rank for rank in ranks if rank not in bereaved] or ranks for ranks in (noted, among))
-    return [rank for rank in noted if rank in among or not among][:1] or among
+    told = next((event for event in _hangs(run_dir, attempt) if event.kind == "died"), None)
+    gone = [rank.rank for rank in (told.ranks if told else ()) if rank.rank is not None]
+    noted_alone, gone_alone = ([rank for rank in ranks if rank not in bereaved] for ranks in (noted, gone))
+    return noted_alone[:1] or gone_alone or noted[:1] or gone
 
 
 def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:

@@ -3,8 +3,8 @@
 ``candidates`` are the ways there are, and ``reducer_choice`` takes one. ``layout`` and ``exchange_slots`` say what
 travels; ``mpi_allreduce``, ``shm_allreduce``, ``shm_pieces`` and ``ring_allreduce`` add it up in host memory, as
 ``host_allreduce`` opens them, and Horovod does wherever ``horovod_setup`` lets it. ``torch_reducer`` (with
-``torch_allreduce``) and ``tensorflow_reducer`` are what a framework gets. The names below are for other rooms; each is
-imported when it is first used, so that no framework is loaded before.
+``torch_gradients`` and ``torch_allreduce``) and ``tensorflow_reducer`` are what a framework gets. The names below are
+for other rooms; each is imported when it is first used, so that no framework is loaded before.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.system.shared_memory import FOLDER
 
-Way = Literal["node", "ring", "flat", "overlap"]
+Way = Literal["node", "ring", "flat", "overlap", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Candidate:
     kind: Literal["none", "mpi", "horovod"]
     way: Way = "flat"
     """node: through shared memory; ring: the same, and between nodes by a ring of our own; flat: one message after
-    backward; overlap: buckets during backward."""
+    backward; overlap: buckets during backward; sharded: sums to who updates, parameters back (parallel.shard)."""
     compression: Literal["none", "fp16", "bf16"] = "none"
 
     @property

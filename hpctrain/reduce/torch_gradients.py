@@ -36,9 +36,10 @@ class FlatGradients:
         """``ready(bucket)`` is called once all gradients of a bucket, and of those before it, are in the buffer."""
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
+        self.flat = flat
         self.layout = layout
         self.views = [
-            _view_like(parameter, flat, offset)
+            view_like(parameter, flat, offset)
             for parameter, offset in zip(self.parameters, layout.offsets, strict=True)
         ]
         self.ready = ready
@@ -86,6 +87,10 @@ class FlatGradients:
         """Makes the sums the parameters' gradients."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
+        self.restart()
+
+    def restart(self) -> None:
+        """The buffer may take the gradients of another update."""
         self.filled = [False] * len(self.parameters)
         self.missing = [len(bucket.members) for bucket in self.layout.buckets]
         self.sent = 0
@@ -129,7 +134,7 @@ def densify(name: str, gradient: Tensor, sparse: Sparse) -> Tensor:
     return gradient.to_dense()
 
 
-def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
+def view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     """A view of the parameter's shape and, if it is dense, its strides: fused optimizers want the same for both."""
     part = flat[offset : offset + parameter.numel()]
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in whatever order

@@ -60,7 +60,13 @@ class Reducer(Protocol):
         """
 
     def gradients(self) -> list[Tensor]:
-        """Tensors that hold all summed gradients, to take norms of and to scale in place."""
+        """Tensors that hold the summed gradients that this rank's optimizer gets, to scale in place."""
+
+    def norm(self) -> float:
+        """L2 norm of all summed gradients."""
+
+    def spread(self) -> bool:
+        """After the optimizer's step: all ranks get what each has updated. Whether there was something to wait for."""
 
     def close(self) -> None:
         """Gives the gradients back to autograd, ends threads, frees memory."""
@@ -104,6 +110,12 @@ class NoReducer:
     def gradients(self) -> list[Tensor]:
         dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return [*dense, *self.tables.values()]
+
+    def norm(self) -> float:
+        return global_norm(self.gradients())
+
+    def spread(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.tables.close()
@@ -155,6 +167,12 @@ class FlatReducer:
             return [*dense, *self.tables.values()]
         return [self.values, *self.tables.values()]
 
+    def norm(self) -> float:
+        return global_norm(self.gradients())
+
+    def spread(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.flat_gradients.detach()
         self.sum.close()
@@ -177,7 +195,7 @@ def make_reducer(
     rows_of = [parameter for _, parameter in wanted if id(parameter) in ids]
     if candidate.kind == "none":
         return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
-    dtype, device = _common(wanted)
+    dtype, device = common_kind(wanted)
     overlaps = candidate.way == "overlap"
     element_bytes = 8 if dtype == torch.float64 else 4
     layout = plan(
@@ -245,6 +263,14 @@ def measured_reducer(
     return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config, sparse), rehearse)
 
 
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm over all elements of all tensors."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(list(tensors))
+    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])
+
+
 def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
     """Overwrites tensors with those of the group's rank 0. Collective.
 
@@ -262,7 +288,7 @@ def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
             tensor.copy_(host)
 
 
-def _common(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:
+def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:
     """The type in which gradients are summed and the device they lie on."""
     if not parameters:
         raise UserError(

@@ -69,7 +69,7 @@ def test_a_run_at_two_sizes(tmp_path: Path) -> None:
         reduce={"kind": "mpi"},
     )
     words = ["bench", "scaling", run_file, "--ranks", "1,2", "--steps", 24, "--rounds", 1, "--json"]
-    result = json.loads(hpctrain(*words, cwd=tmp_path, timeout=280).stdout)
+    result = json.loads(hpctrain(*words, cwd=tmp_path, timeout=280, warm="torch").stdout)
     folder = tmp_path / "runs" / "run-scaling"
     assert json.loads((folder / "scaling.json").read_text()) == result
     assert "Efficiency" in (folder / "scaling.svg").read_text()
@@ -93,5 +93,5 @@ def test_a_run_at_two_sizes(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def task():\n    raise ValueError('no such data')\n")
     run_file = write_run(tmp_path, task="broken.py:task", train={"steps": 1, "global_batch": 64})
-    ended = hpctrain("bench", "scaling", run_file, "--ranks", "1", "--rounds", 1, cwd=tmp_path, code=70)
+    ended = hpctrain("bench", "scaling", run_file, "--ranks", "1", "--rounds", 1, cwd=tmp_path, code=70, warm="torch")
     assert "ranks-1-batch-64-round-1 ended with exit code" in ended.stderr and "no such data" in ended.stderr

@@ -76,7 +76,10 @@ def test_the_example_agrees_with_the_same_program_by_hand_over_1_then_2_then_4_r
     arguments = {"characters": CHARACTERS, "context": CONTEXT, "units": UNITS, "lr": LR}
     more = {"task_args": arguments, "track": {"every_steps": 1}, "monitor": {"enabled": False}}
     run_file = write_run(tmp_path, **example, **more)
-    said = [hpctrain("run", "-n", ranks, run_file, "--train.steps", last, timeout=150).output for ranks, last in PARTS]
+    said = [
+        hpctrain("run", "-n", ranks, run_file, "--train.steps", last, timeout=150, warm="torch").output
+        for ranks, last in PARTS
+    ]
     assert "state 'lanes' of 1 ranks is split over 2" in said[1]
     assert "state 'lanes' of 2 ranks is split over 4" in said[2]
     losses, rates, judged = by_hand()

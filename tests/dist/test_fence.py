@@ -74,7 +74,7 @@ def test_a_single_process(tmp_path: Path) -> None:
     assert said.count("hpctrain: ") == 1, "one sentence"
     assert endings(run.path) == ["failed"]
     lock.release()
-    hpctrain("train", path, "--train.steps", int(steps[-1].removeprefix("step-")) + 2)
+    hpctrain("train", path, "--train.steps", int(steps[-1].removeprefix("step-")) + 2, warm="torch")
     assert Attempts(run).info()["fence"] == 3
 
 

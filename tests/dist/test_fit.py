@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import PROJECT, environment, events, hpctrain, last_words, write_run
-from tests.support.mpi import Result, mpirun, run_in_group
+from tests.support.mpi import Result, mpirun, python, run_in_group
 
 PROGRAM = PROJECT / "tests/dist/programs/fit_program.py"
 TASK = f"{PROJECT}/tests/support/torch_slow_task.py:task"
@@ -36,7 +35,7 @@ def run_file(folder: Path, **sections: Any) -> Path:
 
 def alone(scenario: str, path: Path, *words: str) -> Result:
     """The program as one process."""
-    command = [sys.executable, str(PROGRAM), scenario, str(path), *words]
+    command = [*python("torch"), str(PROGRAM), scenario, str(path), *words]
     return run_in_group(command, environment(), path.parent, timeout=120)
 
 
@@ -50,7 +49,7 @@ def test_it_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     (summary,) = told(alone("plain", path))
     command = tmp_path / "command"
-    hpctrain("train", path, "--run_dir", command, cwd=tmp_path)
+    hpctrain("train", path, "--run_dir", command, cwd=tmp_path, warm="torch")
     run = tmp_path / "run"
     assert (summary["reason"], summary["step"], summary["attempt_left"]) == ("completed", 6, False)
     assert summary["metrics"] == events(run, "eval")[-1]["metrics"] == events(command, "eval")[-1]["metrics"]
@@ -83,7 +82,7 @@ def test_an_error_is_raised_and_not_shown_besides(tmp_path: Path) -> None:
 
 @pytest.mark.world_size(2)
 def test_two_runs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
-    done = mpirun(2, PROGRAM, "twice", run_file(tmp_path), cwd=tmp_path)
+    done = mpirun(2, PROGRAM, "twice", run_file(tmp_path), cwd=tmp_path, warm="torch")
     assert [summary["reason"] for summary in told(done)] == ["completed", "completed"]
     for name in ("first", "second"):
         assert done.stderr.count(f"rank speaks after {name}") == 2, "output is back where it was"
@@ -93,7 +92,7 @@ def test_two_runs_in_one_program_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.world_size(2)
 def test_hooks_whose_state_differs_between_ranks(tmp_path: Path) -> None:
     path = run_file(tmp_path, checkpoint={"verify_replicated": True})
-    done = mpirun(2, PROGRAM, "differing", path, cwd=tmp_path, check=False)
+    done = mpirun(2, PROGRAM, "differing", path, cwd=tmp_path, check=False, warm="torch")
     assert done.returncode != 0
     assert done.output.count("1 tensors differ between ranks at step 6: hooks/Counter/total") == 1
     assert "Traceback" not in done.output, "tracebacks are in the ranks' logs"
@@ -102,7 +101,7 @@ def test_hooks_whose_state_differs_between_ranks(tmp_path: Path) -> None:
 @pytest.mark.world_size(2)
 def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
     path = run_file(tmp_path, task=f"{PROJECT}/tests/support/torch_slow_task.py:no_such_function")
-    done = mpirun(2, PROGRAM, "plain", path, cwd=tmp_path, check=False)
+    done = mpirun(2, PROGRAM, "plain", path, cwd=tmp_path, check=False, warm="torch")
     assert done.returncode != 0
     assert done.output.count("has no function 'no_such_function'") == 1
     assert "Traceback" not in done.output

@@ -98,18 +98,18 @@ def test_the_run_folder_says_what_ran(ended: Callable[[str], Ended]) -> None:
 
 
 def test_one_rank_needs_no_mpirun(tmp_path):
-    hpctrain("run", misbehaving_run(tmp_path, reduce={"kind": "none"}))
+    hpctrain("run", misbehaving_run(tmp_path, reduce={"kind": "none"}), warm="torch")
     assert endings(tmp_path / "run") == ["completed"]
 
 
 def test_a_rank_may_stand_alone_without_supervisor(tmp_path):
-    hpctrain("train", misbehaving_run(tmp_path, reduce={"kind": "none"}))
+    hpctrain("train", misbehaving_run(tmp_path, reduce={"kind": "none"}), warm="torch")
     assert endings(tmp_path / "run") == ["completed"]
     assert Attempts(RunDir(tmp_path / "run")).info()["attempts"][0]["verdict"]["action"] == "done"
 
 
 def test_ranks_under_plain_mpirun_leave_the_same(tmp_path, mpirun):
-    mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path))
+    mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path), warm="torch")
     assert endings(tmp_path / "run") == ["completed", "completed"]
     assert len({word["weights_hash"] for word in last_words(tmp_path / "run")}) == 1
     assert events(tmp_path / "run", "run_started")[0]["ranks"] == 2
@@ -134,7 +134,7 @@ def ask_one_rank(child, folder: Path) -> None:
 @pytest.mark.parametrize("ask", [ask_by_signal, ask_by_term, ask_by_command, ask_one_rank])
 def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path, ask):
     path = misbehaving_run(tmp_path, **LONG)
-    with started("run", "-n", 2, path, env=SLOWLY) as child:
+    with started("run", "-n", 2, path, env=SLOWLY, warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
         begin = time.monotonic()
         ask(child, tmp_path)
@@ -148,7 +148,7 @@ def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path
     assert RunDir(tmp_path / "run").newest_checkpoint_step() == stop["step"]
     if ask is not ask_by_term:
         return
-    hpctrain("run", "-n", 2, path, "--train.steps", stop["step"] + 5)
+    hpctrain("run", "-n", 2, path, "--train.steps", stop["step"] + 5, warm="torch")
     trained = [event["step"] for event in events(tmp_path / "run", "train")]
     assert trained == list(range(1, stop["step"] + 6)), "no step is missing, none counts twice"
     assert events(tmp_path / "run", "resumed")[0]["step"] == stop["step"]
@@ -156,7 +156,7 @@ def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path
 
 def test_a_plain_rank_stops_on_a_signal(tmp_path):
     path = misbehaving_run(tmp_path, reduce={"kind": "none"}, **LONG)
-    with started("train", path, env=SLOWLY) as child:
+    with started("train", path, env=SLOWLY, warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 2))
         child.terminate()
         child.communicate(timeout=30)
@@ -165,7 +165,7 @@ def test_a_plain_rank_stops_on_a_signal(tmp_path):
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):
-    with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **LONG)) as child:
+    with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **LONG), warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
         child.send_signal(signal.SIGINT)
         wait_for("note of the first", (tmp_path / "run" / "STOP").exists)
@@ -180,7 +180,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
 
 def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path):
     sections = {**LONG, "launch": {"stop_grace_s": 2}}
-    with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **sections)) as child:
+    with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **sections), warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
         child.terminate()
         _, stderr = child.communicate(timeout=30)
@@ -201,7 +201,7 @@ def test_a_stop_does_not_wait_for_processes_that_linger_after_their_last_words(t
 
 
 def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
-    with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY) as child:
+    with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY, warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
         begin = time.monotonic()
         ranks_of(child.pid)[1].kill()
@@ -231,7 +231,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
         child.wait()
         _, alive = psutil.wait_procs(family, timeout=15)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, **{**LONG, "train": {"steps": 12}}))
+    hpctrain("run", "-n", 2, misbehaving_run(tmp_path, **{**LONG, "train": {"steps": 12}}), warm="torch")
     assert Attempts(RunDir(tmp_path / "run")).info()["fence"] == 2
 
 
@@ -246,6 +246,6 @@ def test_a_plain_command_is_watched_too(tmp_path):
 
 def test_more_ranks_than_cores_are_said(tmp_path):
     ranks = len(os.sched_getaffinity(0)) + 1
-    result = hpctrain("run", "-n", ranks, misbehaving_run(tmp_path, train={"global_batch": 2 * ranks}))
+    result = hpctrain("run", "-n", ranks, misbehaving_run(tmp_path, train={"global_batch": 2 * ranks}), warm="torch")
     assert f"{ranks} ranks share" in result.stderr
     assert endings(tmp_path / "run") == ["completed"] * ranks

@@ -93,5 +93,5 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     assert not leftovers(tmp_path)
     done = RunDir(tmp_path / "run").newest_checkpoint_step()
     assert done is not None
-    hpctrain("run", "-n", 2, path, "--train.steps", done + 20)
+    hpctrain("run", "-n", 2, path, "--train.steps", done + 20, warm="torch")
     assert events(tmp_path / "run", "resumed")[0]["step"] == done

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import PROJECT, environment, events, hpctrain
-from tests.support.mpi import run_in_group
+from tests.support.mpi import python, run_in_group
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 REPORTS = (PROJECT / "docs" / "reports.md").read_text(encoding="utf-8")
@@ -37,6 +36,11 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("hpctrain ")]
 
 
+def framework(words: list[str]) -> str:
+    """Of the run file that a command is about."""
+    return "tensorflow" if any("keras" in word for word in words) else "torch"
+
+
 @pytest.fixture
 def newcomer(tmp_path: Path) -> Path:
     """A folder with the README's files and the examples."""
@@ -58,15 +62,15 @@ def test_every_command_of_the_readme(newcomer: Path) -> None:
         more = [word for key, extra in SHORTER.items() if key in words for word in extra]
         fresh = ["--fresh"] if (newcomer / "runs/wave").exists() and "wave.yaml" in words else []
         codes = None if words[0] == "doctor" else 0  # doctor's code tells of this machine
-        hpctrain(*words, *more, *fresh, cwd=newcomer, timeout=250, code=codes)
+        hpctrain(*words, *more, *fresh, cwd=newcomer, timeout=250, code=codes, warm=framework(words))
     assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.05, "sin(x) is learnt"
 
 
 @pytest.mark.slow
 def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
-    hpctrain("train", "wave.yaml", "--train.epochs", 1, cwd=newcomer)
-    hpctrain("train", "wave.yaml", "--train.epochs", 1, "--name", "other", cwd=newcomer)
+    hpctrain("train", "wave.yaml", "--train.epochs", 1, cwd=newcomer, warm="torch")
+    hpctrain("train", "wave.yaml", "--train.epochs", 1, "--name", "other", cwd=newcomer, warm="torch")
     for words in commands(REPORTS):
         assert hpctrain(*words, cwd=newcomer).stdout
     assert (newcomer / "runs/wave/report.html").exists() and (newcomer / "comparison.html").exists()
@@ -75,7 +79,7 @@ def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
 @pytest.mark.slow
 def test_the_keras_task_of_the_docs(newcomer: Path) -> None:
     (newcomer / "wave.py").write_text(block(TASKS, "python"))
-    hpctrain("train", "wave.yaml", cwd=newcomer)
+    hpctrain("train", "wave.yaml", cwd=newcomer, warm="tensorflow")
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.1
 
 
@@ -88,11 +92,11 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
     nn = torch.nn
     plain = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
     torch.save(plain.state_dict(), tmp_path / "base.pt")
-    hpctrain("train", "adapt.yaml", cwd=tmp_path)
+    hpctrain("train", "adapt.yaml", cwd=tmp_path, warm="torch")
     (taken,) = events(tmp_path / "runs/adapt", "initial_weights")
     assert taken["missing"] == ["0.lora_A.weight", "0.lora_B.weight"] and not taken["unexpected"]
     for words in commands(text):
-        hpctrain(*words, cwd=tmp_path)
+        hpctrain(*words, cwd=tmp_path, warm="torch")
     merged = torch.load(tmp_path / "merged.pt", weights_only=True)
     assert torch.equal(merged["2.weight"], plain.state_dict()["2.weight"]), "frozen"
     assert not torch.equal(merged["0.weight"], plain.state_dict()["0.weight"]), "adapted"
@@ -104,7 +108,9 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1, 2], ids=["compiled", "train_step"])
 def test_the_models_of_the_docs_that_train_themselves(number: int, newcomer: Path) -> None:
     (newcomer / "wave.py").write_text(block(TASKS, "python", number))
-    hpctrain("run", "-n", 2, "wave.yaml", "--train.epochs", 4, "--track.every_steps", 5, cwd=newcomer)
+    hpctrain(
+        "run", "-n", 2, "wave.yaml", "--train.epochs", 4, "--track.every_steps", 5, cwd=newcomer, warm="tensorflow"
+    )
     losses = [event["loss"] for event in events(newcomer / "runs/wave", "train")]
     assert losses[-1] < 0.9 * losses[0]
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"].keys() >= {"loss", ("accuracy", "kl_loss")[number - 1]}
@@ -115,7 +121,7 @@ def test_the_models_of_the_docs_that_train_themselves(number: int, newcomer: Pat
 def test_the_programs_of_the_api_pages(page: str, newcomer: Path) -> None:
     text = (PROJECT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8")
     (newcomer / "program.py").write_text(block(text, "python"))
-    done = run_in_group([sys.executable, "program.py"], environment(), newcomer, timeout=120)
+    done = run_in_group([*python("torch"), "program.py"], environment(), newcomer, timeout=120)
     assert done.returncode == 0, done.output
     assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
 

@@ -127,7 +127,7 @@ def test_a_finished_run(what: str, tmp_path: Path, opened: Callable[[Path], Page
         train={"steps": 60, "global_batch": 16, "eval_every_steps": 20},
     )
     run = tmp_path / "runs/run"
-    hpctrain("train", run_file, cwd=tmp_path)
+    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     if what == "partly lost":
         (run / "run.json").write_text((run / "run.json").read_text()[:-20])  # half a file, as a crash may leave it
         shutil.rmtree(run / "ranks")
@@ -142,7 +142,7 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
 ) -> None:
     run = tmp_path / "run"
     path = misbehaving_run(tmp_path, train={"steps": 400}, track={"every_steps": 5}, checkpoint={"every_steps": 20})
-    with started("run", "-n", 1, path, env={"STEP_S": "0.02"}) as child:
+    with started("run", "-n", 1, path, env={"STEP_S": "0.02"}, warm="torch") as child:
         wait_for("step", reaches_step(run, 30))
         page = opened(run)
         assert "The run is under way" in page.dom
@@ -161,7 +161,7 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
     assert ending in crashed.rows("attempts")[0] and f": {ending}</text>" in crashed.dom
     before = events(run, "train")
 
-    hpctrain("run", "-n", 1, path)
+    hpctrain("run", "-n", 1, path, warm="torch")
     page = opened(run)
     check_loss(page, run)
     first, second = Attempts(RunDir(run)).info()["attempts"]
@@ -188,7 +188,7 @@ def test_a_run_with_a_slow_rank(tmp_path: Path, opened: Callable[[Path], Page]) 
     path = misbehaving_run(
         tmp_path, "slow", task_args={"at": 60}, train={"steps": 160}, monitor={"enabled": True, "window_steps": 8}
     )
-    hpctrain("run", "-n", 2, path, env={"STEP_S": "0.02"})
+    hpctrain("run", "-n", 2, path, env={"STEP_S": "0.02"}, warm="torch")
     run = tmp_path / "run"
     page = opened(run)
     check_loss(page, run)
@@ -227,7 +227,7 @@ def values(drawing: ET.Element, line: ET.Element) -> list[tuple[float, float]]:
 
 def test_report_and_explain_as_json(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, task=SLOW, task_args={"step_s": 0}, train={"steps": 20, "global_batch": 16})
-    hpctrain("train", run_file, cwd=tmp_path)
+    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     run = tmp_path / "runs/run"
     report = json.loads(hpctrain("report", run, "--json", cwd=tmp_path).stdout)
     assert (report["state"], report["steps"], report["ranks"]) == ("completed", 20, 1)

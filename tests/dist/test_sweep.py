@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.world_size(RANKS), pytest.mark.slow]
 def swept(framework: str) -> dict[str, Any]:
     """What the sweep found of each model, and which classes it lacks."""
     program = Path(__file__).parent / "programs" / f"{framework}_sweep.py"
-    result = mpirun(RANKS, program, env={"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S)
+    result = mpirun(RANKS, program, env={"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, warm=framework)
     found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     return found
 

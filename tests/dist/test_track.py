@@ -93,7 +93,7 @@ def test_tensorboard_and_prometheus_read_back_the_events(tmp_path: Path) -> None
         train={"steps": 40, "global_batch": 16},
         track={"tensorboard": True, "prometheus": str(prometheus)},
     )
-    hpctrain("train", run_file, cwd=tmp_path)
+    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     run = tmp_path / "runs/run"
 
     board = run_python(READ_BOARD, str(run / "tensorboard"))
@@ -123,7 +123,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     wait_for("training", lambda: len(events(run, "train")) > 5)
     (run / "STOP").touch()
     assert first.wait(60) == 75
-    hpctrain("train", run_file, cwd=tmp_path)
+    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     found = run_python(READ_BACK, f"sqlite:///{uri}/mlflow.db")
     assert found["metrics"]["train/loss"] == losses(run)
     assert found["params"]["train.steps"] == "300"
@@ -198,8 +198,8 @@ def served(
 @pytest.mark.slow
 def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, task=SLOW, task_args={"step_s": 0}, train={"steps": 40, "global_batch": 16})
-    hpctrain("train", run_file, cwd=tmp_path)
-    hpctrain("predict", run_file, "-o", tmp_path / "own.h5", cwd=tmp_path)
+    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
+    hpctrain("predict", run_file, "-o", tmp_path / "own.h5", cwd=tmp_path, warm="torch")
     answer = hpctrain(
         "track", "register", tmp_path / "runs/run", "--uri", tmp_path / "registry", "--json", cwd=tmp_path
     )

@@ -36,7 +36,7 @@ def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
             codes.append(interrupted(words, [todo.pop(0)[1:], todo.pop(0)[1:]], tmp_path, run))
         else:
             assert program == "hpctrain"
-            hpctrain(*words, *SHORTER.get(words[0], []), cwd=tmp_path, timeout=300)
+            hpctrain(*words, *SHORTER.get(words[0], []), cwd=tmp_path, timeout=300, warm="torch")
     assert codes == [75]
     assert events(run, "resumed") and events(run, "run_finished")[-1]["reason"] == "completed"
     assert events(run, "eval")[-1]["metrics"]["accuracy"] > 0.85
@@ -48,7 +48,7 @@ def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
 
 def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run: Path) -> int:
     """Runs a command, and others while it trains; its exit code."""
-    with started(*words, cwd=folder) as child:
+    with started(*words, cwd=folder, warm="torch") as child:
         wait_for("steps", reaches_step(run, 100), 120)
         for other in meanwhile:
             hpctrain(*other, *SHORTER.get(other[0], []), cwd=folder)

@@ -48,6 +48,30 @@ class Words(nn.Module):
         return self.table(words).mean(1)
 
 
+class Coupled(torch.optim.SGD):
+    """Steps by the norm of the gradients of all parameters, however many there are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """All gradients divided by their norm, then SGD's."""
+        gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient.div_(norm + 1)
+        super().step()
+
+
+class Counting(torch.optim.SGD):
+    """Says itself what its state is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """One number."""
+        return {"steps": 1}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Nothing depends on it."""
+
+
 class Halved(RateHook):
     """Half of the rate."""
 
@@ -96,7 +120,9 @@ def task(uses: list[str]) -> TorchTask:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         if Feature.SPARSE_ADAM in has:
             return torch.optim.SparseAdam(model.parameters(), lr=0.01)
-        return torch.optim.SGD(model.parameters(), lr=0.01)
+        kinds = {Feature.COUPLED: Coupled, Feature.OWN_OPTIMIZER_STATE: Counting}
+        kind = next((kinds[one] for one in kinds if one in has), torch.optim.SGD)
+        return kind(model.parameters(), lr=0.01)
 
     def step(ctx: Any, batch: dict[str, Tensor]) -> None:
         for part in [batch] if has & {Feature.NO_SPLIT, Feature.GATHER} else ctx.split(batch):

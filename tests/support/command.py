@@ -36,7 +36,7 @@ def hpctrain(
 ) -> Result:
     """Runs a command to its end; fails the test unless it ends with ``code`` (None: any).
 
-    With ``warm``, "torch" or "tensorflow", ranks under mpirun have imported that framework before.
+    With ``warm``, "torch" or "tensorflow", processes that train have imported that framework before.
     """
     command = [*HPCTRAIN, *map(str, words)]
     result = run_in_group(command, environment(_ready(warm) | dict(env or {})), cwd, timeout)

@@ -97,8 +97,12 @@ def rank_command(ranks: int, program: Path | str, *args: object, warm: str = "")
     assert launcher, "no mpirun beside this Python or on PATH"
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else ["-bind-to", "none"]
     target = [str(program)] if isinstance(program, Path) else ["-m", program]
-    python = warm_ranks.command(warm, rank_environment({"PYTHONPATH": str(ROOT)})) if warm else [sys.executable]
-    return [launcher, *options, "-n", str(ranks), *python, *target, *map(str, args)]
+    return [launcher, *options, "-n", str(ranks), *python(warm), *target, *map(str, args)]
+
+
+def python(warm: str) -> list[str]:
+    """What runs a program: Python, or what has it forked from a process that has imported a framework."""
+    return warm_ranks.command(warm, rank_environment({"PYTHONPATH": str(ROOT)})) if warm else [sys.executable]
 
 
 def _end(child: subprocess.Popen[str]) -> tuple[str, str]:

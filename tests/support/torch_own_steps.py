@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
 from hpctrain.frameworks.torch.framework import TorchFramework, seed
 from hpctrain.frameworks.torch.opening import open_torch
@@ -162,6 +162,7 @@ def make_framework(
     way: str | None = None,
     choice: Callable[[ReduceConfig, World, str | None], ReducerChoice] = ReducerChoice,
     reduce: Mapping[str, Any] | None = None,
+    parallel: ParallelConfig | None = None,
     **train: Any,
 ) -> TorchFramework:
     """A framework around a new task with the same initial weights everywhere."""
@@ -172,6 +173,7 @@ def make_framework(
         seed=11,
         train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
         reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
+        parallel=parallel or ParallelConfig(),
     )
     return open_torch(task(), world, config, IntervalClock(), choice(config.reduce, world, way))
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
 from hpctrain.frameworks.torch.framework import TorchFramework, seed
 from hpctrain.frameworks.torch.opening import open_torch
+from hpctrain.frameworks.torch.optimizer import joined
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
@@ -152,13 +153,14 @@ def make_framework(
     world: World,
     model: Callable[[], nn.Module] = plain_model,
     loss: Callable[..., Any] = mean_loss,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    optimizer: Callable[[nn.Module], Any] = sgd,
     forward: Callable[..., Any] | None = None,
     way: str | None = None,
     choice: Callable[[ReduceConfig, World, str | None], ReducerChoice] = ReducerChoice,
     reduce: dict[str, Any] | None = None,
     metrics: dict[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
+    parallel: ParallelConfig | None = None,
     **train: Any,
 ) -> TorchFramework:
     """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate."""
@@ -166,13 +168,14 @@ def make_framework(
     made = model()
     more = {} if forward is None else {"forward": forward}
     judges, held = metrics or {"accuracy": accuracy}, state or {}
-    task = TorchTask(made, loss, optimizer(made), None, metrics=judges, state=held, **more)
+    task = TorchTask(made, loss, joined(optimizer(made)), None, metrics=judges, state=held, **more)
     config = Config(
         name="test",
         task="a:b",
         seed=11,
         train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
         reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
+        parallel=parallel or ParallelConfig(),
     )
     return open_torch(task, world, config, IntervalClock(), choice(config.reduce, world, way))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -86,7 +87,7 @@ def command(framework: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(framework: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which `hpctrain run` has such ranks, whatever its own way of starting them."""
+    """Variables with which `hpctrain run` has such ranks, whatever its own way of starting them, and `train` is one."""
     path = preloaded(framework, environment)
     search = f"{STAND_IN.parent}{os.pathsep}{environment['PYTHONPATH']}"
     return {"WARM_RANKS": str(path), "PYTHONPATH": search}
@@ -173,10 +174,12 @@ def become(order: Order) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """A program, as ``python FILE ...`` or ``python -P -m MODULE ...`` would."""
-    if argv[0] == "-m":
-        del sys.path[0], sys.argv[0]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    """A program, as ``python FILE ...`` or ``python [-P] -m MODULE ...`` would."""
+    if "-m" in argv[:2]:
+        begin = argv.index("-m") + 1
+        sys.path[:1] = [] if argv[0] == "-P" else [os.getcwd()]
+        sys.argv = list(argv[begin:])
+        runpy.run_module(argv[begin], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(argv[0]).parent)
         runpy.run_path(argv[0], run_name="__main__")
@@ -186,6 +189,8 @@ if __name__ == "__main__":
     die_with_parent()
     for module in (*COMMON, *MODULES[sys.argv[2]]):
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # collections in the forks leave these objects, and the pages they lie in, alone
     asked = serve(sys.argv[1])
     become(asked)
     run(asked.argv)

@@ -43,7 +43,9 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
         )
 
 
-def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int) -> dict[Feature, Any]:
+def model_features(
+    model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int, unsuited: str | None = None
+) -> dict[Feature, Any]:
     """What a model and its optimizers use.
 
     Args:
@@ -51,6 +53,7 @@ def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, r
         parts: its optimizers.
         joins: whether BatchNorm layers are to normalise over all ranks.
         ranks: that the model is trained on.
+        unsuited: kind of an optimizer that has state of its own kind.
     """
     volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
     compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
@@ -59,6 +62,7 @@ def model_features(model: torch.nn.Module, parts: Sequence[Part], joins: bool, r
         Feature.COMPILED_MODEL: next(iter(compiled), None),
         Feature.HALF_PARAMETERS: bool(half),
         Feature.JOINT_LAYERS: joins and "a layer of the model",
+        Feature.OWN_OPTIMIZER_STATE: unsuited,
         Feature.RANKS: ranks > 1 and ranks,
         Feature.SPARSE_ADAM: next(of_sparse_adam(model, parts), None),
         Feature.VOLUMES: next(iter(volumes), None),

@@ -161,7 +161,7 @@ class TorchFramework:
             loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
         try:
-            decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals)
+            decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals, self.clock)
         except NotFinite:
             raise ranks_at_fault(self.world.data, math.isfinite(loss[0])) from None
         self.clock.mark(Phase.OPTIMIZER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import refuse
+from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import Config
 from hpctrain.frameworks.named_state import plain_name, require_same_model
 from hpctrain.frameworks.torch.checks import model_features, require_trainable
@@ -14,6 +14,7 @@ from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memor
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.recompute import recompute
+from hpctrain.frameworks.torch.sharding import judge, share_out_optimizers, unsuited
 from hpctrain.frameworks.torch.shares import shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
@@ -21,6 +22,7 @@ from hpctrain.frameworks.torch.state import (
 )
 from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
 from hpctrain.frameworks.torch.updates import ExchangesToChoose
+from hpctrain.parallel.torch_sharded import ShardedReducers
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
 from hpctrain.tasks.definition import TorchTask, kept_objects
@@ -54,22 +56,31 @@ def open_torch(
     require_trainable(model, [part.optimizer for part in parts])
     ranks = world.data.size
     joins = wants_joint_statistics(model, train.sync_batchnorm)
-    refuse(config.features() | model_features(model, parts, joins, ranks))
+    features = config.features() | model_features(model, parts, joins, ranks, unsuited(parts, holdings))
+    refuse(features)
     shares = shares_of(task, model, parts)
     recompute(model, train.recompute)
     model.to(device, memory_format=memory_format_of(train))  # type: ignore[call-overload]
+    judgement = judge(parts, device) if Feature.SHARD in features and ranks > 1 else None
+    if judgement is not None:
+        refuse(features | used({Feature.COUPLED: judgement.coupled}))
     tensors = state_of(model)
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     require_same_model(world.data, described, "tensors")
     broadcast(world.data, list(tensors.values()), "receive the model")
-    optimizer_state = OptimizerState(
-        parts, {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    )
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    sharding = None
+    if judgement is not None:
+        sharding = share_out_optimizers(shares, parts, judgement, world.data, names)
+        names |= sharding.names
+    optimizer_state = OptimizerState(parts, names, sharding.slots if sharding else None)
     if device.type != "cpu":
         optimizer_state.to_device()
     sparse = sparse_parameters(model, parts, config.reduce.sparse)
     reducers = ExchangesToChoose(
-        {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
+        {name: ShardedReducers(sharded, config.reduce) for name, sharded in sharding.of.items()}
+        if sharding is not None
+        else {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
     )
     joint = SyncBatchNorm(model, world.data, clock) if joins and ranks > 1 else None
     ready = ReadyTask(task, model, shares, device, holdings, optimizer_state, reducers, choice.known(reducers), joint)

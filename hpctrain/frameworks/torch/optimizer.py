@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import load_tensors
 from hpctrain.frameworks.torch.state import NUMBER, TorchTensor, tensor_of
 from hpctrain.train.saved_arrays import SavedArrays, as_saved
-from hpctrain.train.state import ArrayTensor, StateTensor
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 
 Group = dict[str, Any]
+Placed = TypeVar("Placed", TorchTensor, ArrayTensor)
 
 
 class Together(Optimizer):
@@ -106,15 +107,49 @@ class Part:
         return f"{self.path}." if self.path else ""
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Where the state of parameters lies in that of whole ones, if optimizers have parts of them."""
+
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
+    """Of each part of a parameter, by id."""
+    common: frozenset[str] = frozenset()
+    """Names of slots that have no rows, such as a count of steps: they are the same for all parts of a parameter."""
+
+    def cut_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Cut | None:
+        """Where a slot of a parameter lies if it is cut as that is.
+
+        Args:
+            slot: its name.
+            shape: of its value here, or as it was saved.
+            parameter: as the optimizer has it.
+            is_saved: which shape it is.
+        """
+        cut = self.cuts.get(id(parameter))
+        whole = None if cut is None else cut.shape if is_saved else tuple(parameter.shape)
+        return cut if shape == whole and slot not in self.common else None
+
+    def placed(self, tensor: Placed, slot: str, parameter: Tensor) -> Iterator[Placed]:
+        """A slot as this rank saves it; nothing if another one does."""
+        part = self.cuts.get(id(parameter))
+        cut = self.cut_of(slot, tensor.shape, parameter)
+        if cut is None and part is not None and not any(part.begin):  # whoever has the first row saves what has none
+            cut = Cut(tensor.shape, (0,) * len(tensor.shape))
+        if part is None or cut is not None:
+            yield tensor if cut is None else replace(tensor, placement=Placement.CUT, cut=cut)
+
+
 class OptimizerState:
     """State of all parts, the inner ones first, so that what an outer one only passes on has the inner one's name.
 
     Args:
         every: all parts, inner ones first.
-        names: of the model's parameters, by id.
+        names: of the model's parameters, and of parts of them, by id.
+        slots: where state lies if optimizers have parts of parameters.
     """
 
-    def __init__(self, every: Sequence[Part], names: Mapping[int, str]) -> None:
+    def __init__(self, every: Sequence[Part], names: Mapping[int, str], slots: Slots | None = None) -> None:
+        self.slots = slots or Slots()
         self.every = every
         self.parts = [part for part in every if not part.speaks]
         self.names = names
@@ -184,9 +219,10 @@ class OptimizerState:
             for slot, value in slots.items():
                 name = f"optimizer/{part.prefix}{slot}"
                 if isinstance(value, Tensor):
-                    tensors.append(TorchTensor(f"{name}/{own}", value))
+                    tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), slot, parameter)
                 elif isinstance(value, (bool, int, float)):
-                    tensors.append(ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64)))
+                    number = ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64))
+                    tensors += self.slots.placed(number, slot, parameter)
                 elif value is not None:
                     raise UserError(
                         f"{type(part.optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
@@ -219,7 +255,7 @@ class OptimizerState:
                 for group in part.optimizer.param_groups:
                     for parameter in group["params"]:
                         names = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
-                        put_slots(state, group, parameter, names, as_saved(arrays))
+                        put_slots(state, group, parameter, names, as_saved(arrays), self.slots)
         for name, index, group in groups_of(self.parts):
             for full in arrays:
                 kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
@@ -273,27 +309,35 @@ def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict
     }
 
 
-def put_slots(state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays) -> None:
+def put_slots(
+    state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays, slots: Slots
+) -> None:
     """Replaces the state of a parameter by what is saved, of each slot under its name."""
     state.pop(parameter, None)
     if names:
         state[parameter] = {
-            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter) for slot, name in names.items()
+            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter, slots)
+            for slot, name in names.items()
         }
 
 
-def slot_value(slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor) -> Tensor | float:
+def slot_value(
+    slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor, slots: Slots
+) -> Tensor | float:
     """A slot as the optimizer keeps it."""
     if slot.endswith(NUMBER):
         number = float(saved[name])
         return int(number) if number.is_integer() else number
     shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
-    if shape == tuple(parameter.shape):  # same memory format as the parameter, so that fused updates stay fast
+    cut = slots.cut_of(slot, shape, parameter, is_saved=True)
+    if cut is not None or shape == tuple(
+        parameter.shape
+    ):  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
-    load_tensors([TorchTensor(name, value)], saved)
+    load_tensors([TorchTensor(name, value, cut=cut)], saved)
     return value
 
 

@@ -84,7 +84,7 @@ class Live:
             return
         try:
             with self.guard:
-                decision = trained.update(self.exchanges.of[name], totals)
+                decision = trained.update(self.exchanges.of[name], totals, self.clock)
         except NotFinite:
             own = bool(torch.isfinite(torch.as_tensor(passes.loss)).all())
             raise ranks_at_fault(self.setting.group, own, f"the loss of {name}" if name else "the loss") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.frameworks.torch.checks import require_scalar
 from hpctrain.frameworks.update import Decision, UpdateRule
+from hpctrain.parallel.torch_sharded import ShardedReducers
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.torch_reducer import Number, Reducer, TorchReducers
+from hpctrain.train.clock import Phase, StepClock
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -79,19 +81,22 @@ class Trained:
     """Of the new values in the averages."""
     rule: UpdateRule
 
-    def update(self, reducer: Reducer, totals: ExchangeResult) -> Decision:
+    def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock) -> Decision:
         """Divides by weights and loss scale, clips, and steps, unless the update is left out.
 
         Raises:
             NotFinite: loss or gradient is not finite; on all ranks.
         """
-        norm = global_norm(reducer.gradients()) if self.rule.needs_norm else None
+        norm = reducer.norm() if self.rule.needs_norm else None
         decision = self.rule.decide(totals, norm)
         if decision.factor is None:
             return decision
         if decision.factor != 1:
             torch._foreach_mul_(reducer.gradients(), decision.factor)
         self.optimizer.step()
+        clock.mark(Phase.OPTIMIZER)
+        if reducer.spread():
+            clock.mark(Phase.EXCHANGE)
         if self.average:
             with torch.no_grad():
                 torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
@@ -119,7 +124,7 @@ class Exchanges:
 class ExchangesToChoose:
     """Reducers of several optimizers, chosen together; see reducer_choice.Reducers."""
 
-    of: Mapping[str, TorchReducers]
+    of: Mapping[str, TorchReducers | ShardedReducers]
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         return next(iter(self.of.values())).possible(config, world)
@@ -131,11 +136,3 @@ class ExchangesToChoose:
 def number(scalar: Tensor) -> Number:
     """A float; of a GPU's, for which that would have to wait, a tensor."""
     return scalar.item() if scalar.device.type == "cpu" else scalar.detach()
-
-
-def global_norm(tensors: Sequence[Tensor]) -> float:
-    """L2 norm over all elements of all tensors."""
-    if not tensors:
-        return 0.0
-    norms = torch._foreach_norm(list(tensors))
-    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])

@@ -20,6 +20,7 @@ from typing import Any
 
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief, NodeCommand
+from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, Layout, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, raise_descriptors
@@ -85,14 +86,13 @@ class Ears:
             self.selector.register(descriptor, selectors.EVENT_READ, data="life")
 
     def select(self, seconds: float) -> list[socket.socket | Connection]:
-        """Sources that have something, after at most ``seconds``. Deaths are handed to the node."""
+        """Sources that have something, after at most ``seconds``. The node is told of deaths."""
         self.watch()
         keys = [key for key, _ in self.selector.select(seconds)]
         for key in keys:
             if key.data == "life":
                 self.selector.unregister(key.fd)
-                self.node.note_death(key.fd)
-                os.close(key.fd)
+                self.node.forget_life(key.fd)
                 self.node.alarm()
         return [key.fileobj for key in keys if key.data != "life"]  # type: ignore[misc]
 
@@ -287,16 +287,10 @@ class Voice:
                 os.write(sys.stdout.fileno(), line)
 
 
-def turn_deaf() -> None:
-    """Hears none of the job's signals."""
+def stand_apart() -> None:
+    """On any processor of the job rather than the first rank's, and deaf to the job's signals."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-
-
-def give_way() -> None:
-    """Low priority, on any processor of the job rather than the first rank's."""
-    with contextlib.suppress(OSError):
-        os.nice(10)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
@@ -324,13 +318,15 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
 
 def main() -> None:
     """The process."""
-    turn_deaf()
+    stand_apart()
     plan = AgentPlan.from_json(sys.stdin.read())
     agent = make_agent(plan, raise_descriptors())
     agent.ears.watch()
+    death_watch.start(agent.node)
     if plan.watching is not None:
         os.close(plan.watching)
-    give_way()  # from here on; the first rank has waited for it
+    with contextlib.suppress(OSError):
+        os.nice(10)  # from here on, since the ranks have waited for it
     agent.run()
 
 

@@ -33,7 +33,6 @@ from hpctrain.monitor.shared import (
 )
 from hpctrain.monitor.window import Window, condense
 from hpctrain.monitor.wire.message import Message
-from hpctrain.run import deaths
 from hpctrain.system import processes
 
 BEAT_S = 1.0
@@ -91,13 +90,10 @@ class Node:
                     fresh.append(self.lives[pid])
         return fresh
 
-    def note_death(self, descriptor: int) -> None:
-        """Writes down who died and when, before anything else: a launcher may end this agent milliseconds later."""
-        pid = next(pid for pid, life in self.lives.items() if life == descriptor)
-        self.lives[pid] = -1  # the number may be the next file's
-        for rank, head in zip(self.ranks, self.reader.heads(), strict=True):
-            if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
-                deaths.note(int(rank))
+    def forget_life(self, descriptor: int) -> None:
+        """Closes the descriptor of a rank that has died."""
+        self.lives.update({pid: -1 for pid, life in self.lives.items() if life == descriptor})
+        os.close(descriptor)
 
     def alarm(self) -> None:
         """Has the next ``poll`` report a beat, whenever it is due."""

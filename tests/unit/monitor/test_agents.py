@@ -36,6 +36,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.system import processes
 from hpctrain.train.clock import Phase
+from tests.support.command import wait_for
 
 RANKS_PER_NODE = 4
 INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
@@ -149,9 +150,7 @@ def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_pa
 
 
 def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() -> None:
-    node = SimpleNamespace(
-        plan=SimpleNamespace(node=0), alarmed=False, new_lives=lambda: [], poll=lambda now: [], note_death=None
-    )
+    node = SimpleNamespace(plan=SimpleNamespace(node=0), alarmed=False, new_lives=lambda: [], poll=lambda now: [])
     chief = SimpleNamespace(receive=lambda message, now: [], tick=lambda now: [], open_hang=None)
     with listen(LOOPBACK) as listener:
         first = ChiefAgent(node, chief, Door(listener, b"t", 1024, DoorLimits()))  # type: ignore[arg-type]
@@ -227,7 +226,8 @@ def test_no_death_escapes_an_agent_that_says_that_it_watches(tmp_path: Path, mon
     assert select.select([watched], [], [], 60)[0], "the agent watches"
     rank.kill()
     rank.wait()  # from now on, nobody can find out that it was there
+    wait_for("the note", lambda: deaths.noted(RunDir(tmp_path), 1))
+    assert [rank for _, rank in deaths.noted(RunDir(tmp_path), 1)] == [5]
     agent.communicate(timeout=60)  # all of its ranks have ended
     os.close(watched)
     os.close(handle)
-    assert [rank for _, rank in deaths.noted(RunDir(tmp_path), 1)] == [5]

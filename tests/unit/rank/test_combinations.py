@@ -51,6 +51,7 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.EPOCHS: {"train.epochs": "1", "train.steps": "null"},
     Feature.EXPONENTIAL: {"schedule.kind": "exponential"},
     Feature.FP16: {"train.precision": "fp16"},
+    Feature.FP16_SUMS: {"reduce.compression": "fp16"},
     Feature.HOROVOD: {"reduce.kind": "horovod"},
     Feature.INITIAL_WEIGHTS: {"checkpoint.init_from": "weights.safetensors"},
     Feature.NO_CHECKPOINTS: {"checkpoint.enabled": "false"},
@@ -61,6 +62,7 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.PLATEAU: {"schedule.kind": "plateau"},
     Feature.RECOMPUTE: {"train.recompute": "['*']"},
     Feature.SCHEDULE: {"schedule.kind": "cosine"},
+    Feature.SHARD: {"parallel.shard": "optimizer"},
     Feature.SHORT_BATCH: {"train.global_batch": "13"},
     Feature.STAGED_ENVIRONMENT: {"launch.stage_environment": "true"},
     Feature.STEP_EPOCHS: {"schedule.kind": "step", "schedule.step_epochs": "[1]"},
@@ -108,9 +110,11 @@ OF_ALL = {
 TORCH = {
     *OF_ALL,
     Feature.COMPILED_MODEL,
+    Feature.COUPLED,
     Feature.EVALUATION_SCHEDULER,
     Feature.GATHER,
     Feature.HALF_PARAMETERS,
+    Feature.OWN_OPTIMIZER_STATE,
     Feature.OWN_STEP,
     Feature.SEVERAL_MODELS,
     Feature.SPARSE_ADAM,
@@ -119,7 +123,7 @@ TORCH = {
 }
 OF_LOOP = {one for one, keys in KEYS.items() if "schedule.kind" in keys and one is not Feature.PLATEAU}
 OF_LOOP |= {Feature.DENSIFY, Feature.EARLY_STOP, Feature.EPOCHS, Feature.NO_CHECKPOINTS, Feature.WARMUP_EPOCHS}
-OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.WORKERS}
+OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.SHARD, Feature.WORKERS}
 KERAS = {*(OF_ALL - OF_LOOP), Feature.KERAS_SCHEDULE, Feature.TABLES, Feature.TEST_STEP, Feature.TRAIN_STEP}
 """Without what Keras has no part in, which is tried in PyTorch."""
 OF_IMAGES = {Feature.COMPILED_MODEL, Feature.HALF_PARAMETERS, Feature.JOINT_LAYERS, Feature.VOLUMES}
@@ -127,6 +131,7 @@ CONTRARY = [
     {Feature.VALIDATION, Feature.NO_VALIDATION},
     {Feature.WARMUP, Feature.WARMUP_EPOCHS},  # two keys of one warm-up
     *({Feature.SPARSE_ADAM, of_images} for of_images in OF_IMAGES),
+    *itertools.combinations((Feature.COUPLED, Feature.OWN_OPTIMIZER_STATE, Feature.SPARSE_ADAM), 2),
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch.compile itself
@@ -210,7 +215,7 @@ def fit_together(uses: Iterable[Feature]) -> bool:
     for one in everything - ({Feature.SCHEDULE, Feature.WARMUP} - set(uses)):
         for key, value in KEYS.get(one, {}).items():
             keys.setdefault(key, set()).add(value)
-    if any(len(values) > 1 for values in keys.values()) or any(pair <= everything for pair in CONTRARY):
+    if any(len(values) > 1 for values in keys.values()) or any(everything.issuperset(pair) for pair in CONTRARY):
         return False
     return clash(dict.fromkeys(everything)) is None
 

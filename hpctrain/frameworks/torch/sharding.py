@@ -1,0 +1,156 @@
+"""Gives each rank's optimizers the rows of parameters that the rank updates, in place of whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpctrain.comm.group import Group
+from hpctrain.frameworks.torch.holdings import Holdings
+from hpctrain.frameworks.torch.loose import is_array
+from hpctrain.frameworks.torch.optimizer import Part, Slots, Together
+from hpctrain.frameworks.torch.shares import Share
+from hpctrain.frameworks.torch.state import load_random, random_tensors
+from hpctrain.parallel.torch_probe import Verdict, is_whole, small, try_optimizer
+from hpctrain.parallel.torch_sharded import OwnRows, Sharded, rows_of, shard
+from hpctrain.train.state import Cut
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How the parameters of all optimizers may be shared out."""
+
+    verdicts: Mapping[int, Verdict] = field(default_factory=dict)
+    """By the id of each parameter that is updated."""
+    coupled: str | None = None
+    """An optimizer whose update of a parameter depends on others."""
+
+    @property
+    def common(self) -> frozenset[str]:
+        """Slots that are not cut with the rows."""
+        return frozenset[str]().union(*(verdict.common for verdict in self.verdicts.values()))
+
+    def cuttable(self, shares: Mapping[str, Share], group: Group) -> set[int]:
+        """Ids of parameters that may be cut between rows, as all ranks found. Collective."""
+        wanting = [id(parameter) for share in shares.values() for _, parameter in share.pairs]
+        found = [one in self.verdicts and self.verdicts[one].by_rows for one in wanting]
+        everywhere = group.allgather(found, "compare how optimizer state may be cut")
+        return {one for one, *told in zip(wanting, *everywhere, strict=True) if all(told)}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Optimizers whose parameters are shared out."""
+
+    of: Mapping[str, Sharded]
+    """By optimizer."""
+    names: Mapping[int, str]
+    """Of this rank's parts of parameters, by id: those of the whole ones."""
+    slots: Slots
+
+
+def plain(parts: Sequence[Part]) -> list[Optimizer]:
+    """Those that update something themselves."""
+    return [part.optimizer for part in parts if type(part.optimizer) is not Together]
+
+
+def unsuited(parts: Sequence[Part], holdings: Holdings) -> str | None:
+    """What kind of optimizer of the task's holds others, or state elsewhere than in ``state`` and ``param_groups``."""
+    for part in parts:
+        inner = [other for other in parts if other is not part and other.path.startswith(part.prefix)]
+        if part.speaks or (inner and type(part.optimizer) is not Together):
+            return type(part.optimizer).__name__
+    found = holdings.find(holdings.roots[0])
+    if found.modules or found.speakers or any(map(is_array, found.loose.values())):
+        return type(parts[-1].optimizer).__name__
+    return None
+
+
+def judge(parts: Sequence[Part], device: torch.device) -> Judgement:
+    """Tries all optimizers, each on a small tensor of each kind that it has. Random states stay as they were.
+
+    Raises UserError if one cannot be tried.
+    """
+    random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
+    verdicts: dict[int, Verdict] = {}
+    coupled = None
+    try:
+        for optimizer in plain(parts):
+            for group in optimizer.param_groups:
+                known: dict[object, Verdict] = {}
+                for parameter in (one for one in group["params"] if one.requires_grad):
+                    kind = small(tuple(parameter.shape)), parameter.dtype
+                    if kind not in known:
+                        known[kind] = try_optimizer(optimizer, group, parameter)
+                    verdicts[id(parameter)] = known[kind]
+                    coupled = coupled if known[kind].is_alone else type(optimizer).__name__
+    finally:
+        load_random(device, random)
+    return Judgement(verdicts, coupled)
+
+
+def share_out_optimizers(
+    shares: Mapping[str, Share], parts: Sequence[Part], judgement: Judgement, group: Group, names: Mapping[int, str]
+) -> Sharding:
+    """Shares out the parameters of all optimizers, which then hold this rank's parts alone. Collective.
+
+    Args:
+        shares: parameters by optimizer, on their device.
+        parts: all optimizers.
+        judgement: of them.
+        group: the ranks.
+        names: of parameters, by id.
+    """
+    cuttable = judgement.cuttable(shares, group)
+    of = {name: shard(share.pairs, cuttable, set(judgement.verdicts), group) for name, share in shares.items()}
+    mine: dict[int, OwnRows | None] = {id(parameter): None for each in of.values() for _, parameter in each.pairs}
+    cuts: dict[int, Cut] = {}
+    own_names: dict[int, str] = {}
+    for sharded in of.values():
+        for rows in sharded.parts:
+            whole = sharded.pairs[rows.piece.parameter][1]
+            mine[id(whole)] = rows
+            begin = 0 if rows.piece.rows == 1 else rows.piece.begin
+            cuts[id(rows.parameter)] = Cut(tuple(whole.shape), (begin, *[0] * whole.ndim)[: whole.ndim])
+            own_names[id(rows.parameter)] = names[id(whole)]
+    for optimizer in plain(parts):
+        for settings in optimizer.param_groups:
+            replace_parameters(optimizer, settings, mine, judgement.common)
+    return Sharding(of, own_names, Slots(cuts, judgement.common))
+
+
+def replace_parameters(
+    optimizer: Optimizer, group: dict[str, object], mine: Mapping[int, OwnRows | None], common: frozenset[str]
+) -> None:
+    """Puts this rank's rows in the place of whole parameters, with the state that they have from the start."""
+    wholes = group["params"]
+    assert isinstance(wholes, list), "of an optimizer"
+    kept: list[tuple[int, Tensor]] = []
+    for index, whole in enumerate(wholes):
+        rows = mine.get(id(whole))
+        if id(whole) not in mine:  # it wants no gradient
+            kept.append((index, whole))
+            continue
+        slots = optimizer.state.pop(whole, None)
+        if rows is not None:
+            kept.append((index, rows.parameter))
+            if slots:
+                optimizer.state[rows.parameter] = {
+                    name: own_rows(slot, whole, rows) if name not in common else slot for name, slot in slots.items()
+                }
+    if isinstance(labels := group.get("param_names"), list):
+        group["param_names"] = [labels[index] for index, _ in kept]
+    group["params"] = [parameter for _, parameter in kept]
+
+
+def own_rows(slot: object, whole: Parameter, rows: OwnRows) -> object:
+    """Of a slot that has the shape of the parameter."""
+    if isinstance(slot, Tensor) and is_whole(slot, tuple(whole.shape)):
+        return rows_of(slot, rows.piece).clone(memory_format=torch.preserve_format)
+    return slot
