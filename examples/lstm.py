@@ -7,28 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain import BaseHook, LaneSampler, PerRank, TorchTask
-
-
-class Carried:
-    """State of the LSTM after the last batch, one lane for each of this rank's samples; None at a beginning."""
-
-    def __init__(self):
-        self.hidden = None  # two tensors, float32[layers, lanes, units]
-
-    def state_dict(self):
-        return {"hidden": self.hidden}
-
-    def load_state_dict(self, saved):
-        self.hidden = saved["hidden"]
-
-    def merge(self, states):  # all lanes, in the order of the ranks
-        parts = [state["hidden"] for state in states if state["hidden"] is not None]
-        return {"hidden": tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True)) or None}
-
-    def split(self, whole, rank, ranks):  # as many lanes as the rank has samples in a batch
-        hidden = whole["hidden"]
-        return {"hidden": hidden and tuple(each.tensor_split(ranks, dim=1)[rank].contiguous() for each in hidden)}
+from hpctrain import CarriedState, LaneSampler, PerRank, TorchTask
 
 
 class LanguageModel(nn.Module):
@@ -42,22 +21,9 @@ class LanguageModel(nn.Module):
         self.carried = carried
 
     def forward(self, tokens):
-        hidden = self.carried.hidden if self.training else None
-        outputs, hidden = self.lstm(self.embedding(tokens), hidden)
-        if self.training:
-            self.carried.hidden = tuple(each.detach() for each in hidden)
+        outputs, hidden = self.lstm(self.embedding(tokens), self.carried.get(self))
+        self.carried.keep(self, hidden)
         return self.head(outputs)
-
-
-class NewEpoch(BaseHook):
-    """The text begins again with each epoch, and so does the state."""
-
-    def __init__(self, carried):
-        self.carried = carried
-
-    def after_step(self, training, result):
-        if training.state.batch == 0:
-            self.carried.hidden = None
 
 
 def loss(logits, batch):
@@ -73,7 +39,7 @@ def task(text=None, characters=60000, context=32, units=64, lr=0.005):
         "next": codes[1 : samples * context + 1].reshape(samples, context),
     }
     held_out = samples // 10
-    carried = Carried()
+    carried = CarriedState()
     model = LanguageModel(len(vocabulary), units, carried)
     return TorchTask(
         model=model,
@@ -83,5 +49,5 @@ def task(text=None, characters=60000, context=32, units=64, lr=0.005):
         validation={name: array[-held_out:] for name, array in data.items()},
         sampler=LaneSampler(),
         state={"lanes": PerRank(carried, on_other_ranks="split")},
-        hooks=[NewEpoch(carried)],
+        hooks=[carried.new_each_epoch()],
     )

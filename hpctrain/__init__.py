@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.data.samplers import CurriculumSampler, LaneSampler, LengthGroupedSampler, WeightedSampler
     from hpctrain.data.stream import open_stream
     from hpctrain.errors import ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
+    from hpctrain.frameworks.torch.carried import CarriedState
     from hpctrain.frameworks.torch.step_context import StepContext
     from hpctrain.monitor.rank.clock import RingClock as MonitorClock
     from hpctrain.monitor.rank.session import Session as MonitorSession
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AUC": "hpctrain.train.ranking:AUC",
     "BaseHook": "hpctrain.train.hooks:BaseHook",
+    "CarriedState": "hpctrain.frameworks.torch.carried:CarriedState",
     "CheckpointStore": "hpctrain.checkpoint:CheckpointStore",
     "Config": "hpctrain.config.sections:Config",
     "ConfusionMatrix": "hpctrain.train.confusion:ConfusionMatrix",
@@ -150,6 +152,7 @@ __all__ = [
     "AUC",
     "F1",
     "BaseHook",
+    "CarriedState",
     "CheckpointStore",
     "Config",
     "ConfusionMatrix",

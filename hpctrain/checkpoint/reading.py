@@ -29,6 +29,7 @@ from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run import step_folder
+from hpctrain.tasks.blame import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
@@ -255,22 +256,26 @@ def read_by_each(
     rejected: tuple[Rejected, ...],
 ) -> Loaded:
     """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
-    mine: DamagedCheckpoint | UserError | UnreadableCheckpoint | None = None
+    mine: Exception | None = None
+    problem: tuple[str, str, str] | None = None
     kept: Mapping[str, NDArray[Any]] = {}
     with closing(Contents(folder, manifest, own_rank(manifest, peers), own.merged)) as contents:
         view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
         try:
             kept = use(view)
         except (*FINAL, UnreadableCheckpoint) as error:
-            mine = error
-    problem = (type(mine).__name__, mine.what, mine.fix) if mine else None
+            mine, problem = error, (type(error).__name__, error.what, error.fix)
+        except Exception as error:  # of a program's own code: the others must not wait for this rank
+            said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+            what = f"rank {group.rank} failed while it took over {folder.name}: {said}"
+            mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
     told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
     if not told:
         return replace(view, arrays=HeldArrays(kept))
     if damage := next((what for name, what, _ in told if name == DamagedCheckpoint.__name__), None):
         raise DamagedCheckpoint(damage)
     if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
-        raise mine if isinstance(mine, UserError) else UserError(*final)
+        raise mine if mine and not isinstance(mine, UnreadableCheckpoint) else UserError(*final)
     view = shared(folder, manifest, group, peers, rejected)
     return replace(view, arrays=HeldArrays(use(view)))
 

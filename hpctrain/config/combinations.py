@@ -132,7 +132,7 @@ OF_STREAMS = {
     Feature.WARMUP_EPOCHS: "give schedule.warmup_steps",
     Feature.STEP_EPOCHS: "choose another schedule.kind",
     Feature.CYCLE_EPOCHS: "choose another schedule.kind",
-    Feature.EXPONENTIAL: "choose another",
+    Feature.EXPONENTIAL: "choose another schedule.kind",
     Feature.WORKERS: "set data.workers to 0: one thread reads a stream",
     Feature.SAMPLER: "leave the sampler out: a stream has one order",
 }
@@ -204,12 +204,12 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.COMPILE, Feature.SYNC_BATCHNORM),
         "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks",
-        "leave one of them out",
+        "leave train.compile or train.sync_batchnorm out of the run file",
     ),
     Row(
         (Feature.COMPILE, Feature.RECOMPUTE),
         "train.compile and train.recompute are both given: the compiler decides itself what it computes again",
-        "leave one of them out",
+        "leave train.compile or train.recompute out of the run file",
     ),
     Row(
         (Feature.ONE_CYCLE, Feature.WARMUP),
@@ -224,7 +224,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.STAGED_ENVIRONMENT, Feature.WRAP),
         "launch.stage_environment has no use with launch.slurm.wrap",
-        "leave it out: an image is one file",
+        "leave launch.stage_environment out: an image is one file",
     ),
     Row(
         (Feature.INITIAL_WEIGHTS, Feature.NO_CHECKPOINTS),
@@ -270,14 +270,14 @@ TABLE: tuple[Row, ...] = (
         Row(
             (feature, Feature.NO_VALIDATION),
             f"{feature} is {{0!r}}, but task {{1}} has no validation data",
-            f"return TorchTask(..., validation=...), or remove {feature}",
+            f"give the task validation data (validation=...), or remove {feature}",
         )
         for feature in WATCHED
     ),
     Row(
         (Feature.EVALUATION_SCHEDULER, Feature.NO_VALIDATION),
         "the task's TorchScheduler is stepped by evaluations, but task {1} has no validation data",
-        "return TorchTask(..., validation=...), or write TorchScheduler(..., every='epoch')",
+        "give the task validation data (validation=...), or write TorchScheduler(..., every='epoch')",
     ),
     Row(
         (Feature.EVALUATION_SCHEDULER, Feature.NO_EVALUATIONS),
@@ -321,7 +321,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.TORCH_SCHEDULER, Feature.RATE_HOOK),
         "both a TorchScheduler and the hook {1} set the learning rate",
-        "leave one of them out; a RateHook goes with schedule: of the run file, and with a function of the step",
+        "leave schedule= or the hook out of the task; a RateHook goes with a function of the step, and with schedule:",
     ),
     # steps of one's own
     Row(
@@ -357,7 +357,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.TRAIN_STEP, Feature.OTHER_OPTIMIZER),
         "{0} has a train_step of its own, which does not use optimizer= of the task",
-        "leave it out, and compile the model with it: model.compile(optimizer=...)",
+        "leave optimizer= out of the task, and compile the model with it: model.compile(optimizer=...)",
     ),
     *(
         Row((Feature.TRAIN_STEP, feature), f"{what} does not go with the train_step of {{0}}", fix)
@@ -377,7 +377,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.KERAS, Feature.LOSS_SCALE),
         "the optimizer is a LossScaleOptimizer",
-        "give the inner one: train.precision: fp16 scales the loss by itself",
+        "give the task the optimizer inside it: train.precision: fp16 scales the loss by itself",
     ),
     Row(
         (Feature.COMPILE, Feature.JOINT_LAYERS, Feature.RANKS),
@@ -412,12 +412,12 @@ TABLE: tuple[Row, ...] = (
     Row(
         (Feature.KERAS, Feature.CHANNELS_LAST),
         "train.channels_last is for PyTorch, and the task is a KerasTask",
-        "leave it out: Keras layers have a data_format",
+        "leave train.channels_last out: Keras layers have a data_format",
     ),
     Row(
         (Feature.KERAS, Feature.RECOMPUTE),
         "train.recompute is for layers of PyTorch, and the model is one of Keras",
-        "leave it out",
+        "leave train.recompute out of the run file",
     ),
     Row(
         (Feature.KERAS, Feature.OVERLAP),

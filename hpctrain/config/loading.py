@@ -151,7 +151,8 @@ def _make(section: type, prefix: str, given: Mapping[str, Any]) -> Any:
                 values[name] = converted(unquoted(given[key], kind), kind)
             except Misfit as misfit:
                 shown = misfit.value if isinstance(misfit.value, str) else json.dumps(misfit.value, default=str)
-                raise WrongValue(key, f"{key} cannot be {shown!r}", f"give {_type_of(key)}") from misfit
+                example = f": [{shown}]" if typing.get_origin(kind) is tuple and misfit.value == given[key] else ""
+                raise WrongValue(key, f"{key} cannot be {shown!r}", f"give {_type_of(key)}{example}") from misfit
         elif keys()[key].default is None:
             raise WrongValue(key, f"{key} is missing", f"give {_type_of(key)}")
     return section(**values)

@@ -96,15 +96,7 @@ class Stream:
         """Raises UserError that tells the sample's number in the epoch."""
         if self.decode is None:
             return cast(Sample, undecoded)
-        try:
-            return decoded(undecoded, self.decode, self.names)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"sample {number} of {type(self.source).__name__} cannot be decoded: {with_place(error)}",
-                "correct the stream, or the function that decodes its samples",
-            ) from error
+        return decoded(undecoded, self.decode, self.names, number, type(self.source).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         """The source's position; empty if it has none."""
@@ -193,14 +185,29 @@ def first_of(
     source: Iterable[Any], kind: str, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None
 ) -> Sample:
     """The first sample; raises UserError if there is none."""
-    for raw in source:
-        return decoded(raw, decode, names)
+    try:
+        for raw in source:
+            return decoded(raw, decode, names, 0, kind)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{kind} failed at its first sample: {with_place(error)}", "correct the stream") from error
     raise UserError(f"the stream {kind} gives no samples", "give data with at least one sample")
 
 
-def decoded(raw: Any, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None) -> Sample:
-    """The arrays of what a source gave."""
-    return named(host(decode(raw) if decode else raw), names)
+def decoded(
+    raw: Any, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None, number: int, kind: str
+) -> Sample:
+    """The arrays of what a source of this kind gave; raises UserError that tells the sample's number."""
+    try:
+        return named(host(decode(raw) if decode else raw), names)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"sample {number} of {kind} cannot be decoded: {with_place(error)}",
+            "correct the stream, or the function that decodes its samples",
+        ) from error
 
 
 def host(sample: Any) -> Any:

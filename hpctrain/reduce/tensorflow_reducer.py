@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,9 @@ from hpctrain.reduce.layout import plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces, join, split
 
+Told = Callable[[], None]
+"""What is called on the host."""
+
 
 class Reducer(Protocol):
     """Sums pieces over the ranks. Every rank makes the same calls in the same order."""
@@ -31,19 +34,27 @@ class Reducer(Protocol):
     """Of the candidate, such as mpi-node."""
     lends: bool
     """Whether ``borrow`` lends."""
+    meets: bool
+    """Whether there are other ranks to wait for."""
 
-    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum(
+        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
+    ) -> list[tf.Tensor]:
         """The sums of the pieces over the ranks; in a TensorFlow function or outside.
 
         Args:
             pieces: as ``KerasGradients.pack`` makes them, of the same shapes on every rank. The last one travels in
                 full precision.
+            before: called when they are complete.
+            after: called when the sums are there.
 
         Returns:
             Sums of the same shapes and dtypes. The last one holds the square of the norm of the others, too.
         """
 
-    def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def borrow(
+        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
+    ) -> list[tf.Tensor]:
         """The same without a copy, if the reducer lends: from memory that other ranks read and the next call
         overwrites.
 
@@ -59,10 +70,12 @@ class NoReducer:
     """One rank: its gradients are the sum."""
 
     name = "none"
-    lends = False
+    lends = meets = False
 
-    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return with_square(pieces)
+    def sum(
+        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
+    ) -> list[tf.Tensor]:
+        return with_square(telling(after, telling(before, pieces)))
 
     borrow = sum
 
@@ -73,6 +86,8 @@ class NoReducer:
 class HostReducer:
     """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
 
+    meets = True
+
     def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
         """``joined``: all gradients are one piece for ``host``, as is best if they have to be copied from a GPU."""
         self.name = name
@@ -80,18 +95,30 @@ class HostReducer:
         self.lends = not joined
         self.close = host.close
 
-    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces)]
+    def sum(
+        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
+    ) -> list[tf.Tensor]:
+        return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
 
-    def borrow(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def borrow(
+        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
+    ) -> list[tf.Tensor]:
         if self.lends:
-            return self._call(pieces)
+            return self._call(pieces, before, after)
         *gradients, slots = pieces
-        together, total = self._call([join(gradients), slots])
+        together, total = self._call([join(gradients), slots], before, after)
         return [*split(together, gradients), total]
 
-    def _call(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        sums = tf.numpy_function(self.host.sum, pieces, [self.host.dtype] * len(pieces))
+    def _call(self, pieces: Sequence[tf.Tensor], before: Told | None, after: Told | None) -> list[tf.Tensor]:
+        def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+            if before is not None:
+                before()
+            sums = self.host.sum(*arrays)
+            if after is not None:
+                after()
+            return sums
+
+        sums = tf.numpy_function(exchanged, pieces, [self.host.dtype] * len(pieces))
         for total, piece in zip(sums, pieces, strict=True):
             total.set_shape(piece.shape)
         return [tf.cast(total, piece.dtype) for total, piece in zip(sums, pieces, strict=True)]
@@ -100,7 +127,7 @@ class HostReducer:
 class HorovodReducer:
     """One Horovod allreduce of all pieces: nothing is left for its dynamic fusion to reorder."""
 
-    lends = False
+    lends, meets = False, True
 
     def __init__(self, name: str, lease: horovod_setup.Lease, compress: bool) -> None:
         self.name = name
@@ -108,14 +135,19 @@ class HorovodReducer:
         self.horovod = lease.module
         self.compress = compress
 
-    def sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if not self.compress:
-            return with_square(split(self._allreduce(join(pieces), "gradients"), pieces))
-        *gradients, slots = pieces
-        half = self._allreduce(tf.cast(join(gradients), tf.float16), "gradients_fp16")
-        return with_square([*split(tf.cast(half, slots.dtype), gradients), self._allreduce(slots, "totals")])
+    def sum(
+        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
+    ) -> list[tf.Tensor]:
+        return telling(after, with_square(self._sum(telling(before, pieces))))
 
     borrow = sum
+
+    def _sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if not self.compress:
+            return split(self._allreduce(join(pieces), "gradients"), pieces)
+        *gradients, slots = pieces
+        half = self._allreduce(tf.cast(join(gradients), tf.float16), "gradients_fp16")
+        return [*split(tf.cast(half, slots.dtype), gradients), self._allreduce(slots, "totals")]
 
     def _allreduce(self, values: tf.Tensor, name: str) -> tf.Tensor:
         return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}_{self.lease.number}")
@@ -125,10 +157,32 @@ class HorovodReducer:
         self.lease.end()
 
 
+def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """A scalar that Python gives, in a TensorFlow function."""
+    given = tf.numpy_function(function, inputs, dtype)
+    given.set_shape(())
+    return given
+
+
+def telling(told: Told | None, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The pieces; the host is told when they are complete."""
+    if told is None:
+        return list(pieces)
+
+    def hear(_: NDArray[Any]) -> np.bool_:
+        told()
+        return np.True_
+
+    with tf.control_dependencies(pieces):
+        heard = python_called(hear, [pieces[-1]], tf.bool)  # it gets a value, so that a device has come so far
+    with tf.control_dependencies([heard]):
+        return [tf.identity(piece) for piece in pieces]
+
+
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The same, if the last one holds the square of the norm of the others."""
     *gradients, slots = pieces
-    square = tf.add_n([2.0 * tf.nn.l2_loss(gradient) for gradient in gradients] or [tf.zeros((), slots.dtype)])
+    square = 2.0 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients] or [tf.zeros((), slots.dtype)])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
 
 

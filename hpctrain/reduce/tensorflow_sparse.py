@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -101,11 +101,23 @@ class Tables:
         both = [tf.concat(pair, 0) for pair in zip(packed, more, strict=True)]
         return self.pack(self.unpack(both))
 
-    def sum(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums over the ranks, which all meet in it; the same of one process."""
+    def sum(self, packed: Sequence[tf.Tensor], after: Callable[[], None] | None = None) -> list[tf.Tensor]:
+        """The sums over the ranks, which all meet in it; the same of one process.
+
+        Args:
+            packed: this rank's.
+            after: called when the sums of several ranks are there.
+        """
         if self.rows is None:
             return list(packed)
-        sums: list[tf.Tensor] = tf.numpy_function(self._sum, packed, [tensor.dtype for tensor in packed])
+
+        def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+            sums = self._sum(*arrays)
+            if after is not None:
+                after()
+            return sums
+
+        sums: list[tf.Tensor] = tf.numpy_function(exchanged, packed, [tensor.dtype for tensor in packed])
         for total, spec in zip(sums, self.specs(), strict=True):
             total.set_shape(spec.shape)
         return sums

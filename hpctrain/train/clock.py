@@ -34,6 +34,9 @@ class StepClock(Protocol):
     def mark(self, phase: Phase) -> None:
         """The time since the last mark belongs to this phase."""
 
+    def mark_past(self, phase: Phase, ago_s: float) -> None:
+        """The same of a phase that ended so many seconds ago, or with the last mark if that was later."""
+
     def end_step(self, work: float) -> None:
         """A step is complete; ``work``: what it had to do (samples or tokens), which excuses loaded ranks."""
 
@@ -50,6 +53,11 @@ class IntervalClock:
         self.seconds[phase] += now - self.last
         self.last = now
 
+    def mark_past(self, phase: Phase, ago_s: float) -> None:
+        ended = past(time.perf_counter(), ago_s, self.last)
+        self.seconds[phase] += ended - self.last
+        self.last = ended
+
     def end_step(self, work: float) -> None:
         """See StepClock."""
 
@@ -58,3 +66,8 @@ class IntervalClock:
         taken = {phase.name.lower(): self.seconds[phase] for phase in Phase}
         self.seconds = [0.0] * len(Phase)
         return taken
+
+
+def past(now: float, ago_s: float, last: float) -> float:
+    """When a phase ended: neither before the last mark nor after now, however clocks are set meanwhile."""
+    return max(last, min(now, now - ago_s))

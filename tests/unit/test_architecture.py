@@ -186,7 +186,7 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "forward", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("nargs", "epilog", "overrides", "program", "extraction_filter"),
-    *("last_backward", "batch_norm", "_moments", "embeddings", "joint"),
+    *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),
     *("stage", "future", "failure", "structure", "done", "summed"),
 }
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""

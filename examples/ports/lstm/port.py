@@ -7,39 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain import BaseHook, LaneSampler, PerRank, TorchScheduler, TorchTask
-
-
-class Carried:
-    """The state after the last batch: a lane for each of this rank's samples."""
-
-    def __init__(self):
-        self.hidden = None
-
-    def state_dict(self):
-        return {"hidden": self.hidden}
-
-    def load_state_dict(self, saved):
-        self.hidden = saved["hidden"]
-
-    def merge(self, states):
-        parts = [state["hidden"] for state in states if state["hidden"] is not None]
-        return {"hidden": tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True)) or None}
-
-    def split(self, whole, rank, ranks):
-        hidden = whole["hidden"]
-        return {"hidden": hidden and tuple(each.tensor_split(ranks, dim=1)[rank].contiguous() for each in hidden)}
-
-
-class NewEpoch(BaseHook):
-    """The text begins again."""
-
-    def __init__(self, carried):
-        self.carried = carried
-
-    def after_step(self, training, result):
-        if training.state.batch == 0:
-            self.carried.hidden = None
+from hpctrain import CarriedState, LaneSampler, PerRank, TorchScheduler, TorchTask
 
 
 class LanguageModel(nn.Module):
@@ -66,11 +34,11 @@ def task(characters=3000, context=16, units=16, lr=0.02):
     following = codes[1 : samples * context + 1].reshape(samples, context)
     held_out = samples // 10
     model = LanguageModel(len(vocabulary), units)
-    carried = Carried()
+    carried = CarriedState()
 
     def forward(model, batch):
-        logits, hidden = model(batch["tokens"], carried.hidden if model.training else None)
-        carried.hidden = hidden if model.training else carried.hidden
+        logits, hidden = model(batch["tokens"], carried.get(model))
+        carried.keep(model, hidden)
         return logits
 
     return TorchTask(
@@ -88,5 +56,5 @@ def task(characters=3000, context=16, units=16, lr=0.02):
         forward=forward,
         sampler=LaneSampler(),
         state={"lanes": PerRank(carried, on_other_ranks="split")},
-        hooks=[NewEpoch(carried)],
+        hooks=[carried.new_each_epoch()],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ from hpctrain.frameworks.tensorflow.state import (
 )
 from hpctrain.frameworks.tensorflow.step import Judge, Step
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm, joint_layers
-from hpctrain.frameworks.update import UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.reduce.tensorflow_sparse import Gradients
@@ -174,15 +175,17 @@ class KerasFramework:
             self.steps = Step(self.passes, self.update, self.reducer, self.judge)
         try:
             with self._joint_statistics(batches):
+                share, scale = self._scalars(global_samples)
                 if len(batches) == 1:
                     self._begin_micro_batch(0)
-                    self.steps.whole(batches[0], *self._scalars(global_samples))
+                    told = self.steps.whole(batches[0], share, scale)
                 else:
-                    self.steps.complete(self._gradients(batches, global_samples))
-        except tf.errors.OpError as error:
+                    told = self.steps.complete(self._gradients(batches, global_samples), scale)
+                self.judge.hear(told)
+        except (tf.errors.OpError, NotFinite) as error:
             if self.joint is not None and self.joint.statistics.problem is not None:
                 raise self.joint.statistics.problem from error
-            if self.judge.stopped:
+            if isinstance(error, NotFinite) or not self.judge.finite.numpy():
                 own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
                 raise ranks_at_fault(self.group, bool(all(own))) from error
             raise
@@ -276,7 +279,7 @@ class KerasFramework:
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's share, and the loss scale."""
-        return tf.constant(1.0 / global_samples, tf.float64), tf.constant(self.rule.scale, tf.float64)
+        return float64(1.0 / global_samples), float64(self.rule.scale)
 
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         """With the averaged weights if an EMA is kept."""
@@ -401,7 +404,13 @@ def open_keras(
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
     """A host batch as tensors; on a CPU they may share the arrays' memory."""
-    return {name: tf.convert_to_tensor(array) for name, array in batch.items()}
+    return {name: tf.constant(array) for name, array in batch.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def float64(value: float) -> tf.Tensor:
+    """A scalar; most steps need the same ones."""
+    return tf.constant(value, tf.float64)
 
 
 def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:

@@ -19,14 +19,18 @@ from hpctrain.frameworks.tensorflow.intercept import Apply, intercepted
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, scalars, tested
 from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, refused_or_dense
 from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
-from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, sparse_variables, updates_rows_alone
+from hpctrain.frameworks.tensorflow.sparse import (
+    rows_read_alone,
+    rows_updated_alone,
+    sparse_variables,
+    updates_rows_alone,
+)
 from hpctrain.frameworks.tensorflow.state import model_tensors
-from hpctrain.frameworks.tensorflow.step import like
 from hpctrain.frameworks.update import NotFinite
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer
+from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, python_called
 from hpctrain.reduce.tensorflow_sparse import Gradients
 from hpctrain.tasks.blame import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
@@ -165,19 +169,19 @@ class Meeting:
         self.own_finite: bool | None = None
         """Of the exchange at which the step was ended by NotFinite; None if it was not."""
 
-    def arrive(self, slots: NDArray[Any]) -> NDArray[Any]:
+    def arrive(self) -> None:
         """This rank's gradients are complete."""
         self.own_finite = None
         self.clock.mark(Phase.BACKWARD)
-        return slots
 
-    def leave(self, square: NDArray[Any], own: NDArray[Any]) -> np.bool_:
-        """The sums are there. Raises NotFinite, on all ranks alike, if they are not finite."""
+    def leave(self) -> None:
+        """The sums are there."""
         self.clock.mark(Phase.EXCHANGE)
-        if not np.isfinite(square):
-            self.own_finite = bool(np.isfinite(own))
-            raise NotFinite
-        return np.True_
+
+    def stop(self, own: NDArray[Any]) -> np.bool_:
+        """Ends the step, on all ranks alike: sums are not finite. ``own``: what is not finite either if its part is."""
+        self.own_finite = bool(np.isfinite(own))
+        raise NotFinite
 
 
 class OwnStep:
@@ -269,7 +273,7 @@ class OwnStep:
 
         model = self.task.model
         model.reset_metrics()
-        with intercepted(exchange), rows_read_alone(self._tables_by_rows()):
+        with intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
             logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
         for average, variable in zip(self.averages, model.trainable_variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.decay))
@@ -300,19 +304,22 @@ class OwnStep:
         part = tf.cast(share, travelling.pieces.dtype)
         rows = travelling.tables.scaled(rows, part)
         *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # 0 of a rank without samples
+        meeting, leave = self.meeting, self.meeting.leave if reducer.meets else None
         with tf.control_dependencies([*mine, *rows, *tracing.done]):
-            slots = like(slots, tf.numpy_function(self.meeting.arrive, [slots], slots.dtype))
-        with tf.control_dependencies([slots]):
-            *sums, slots = reducer.sum([*mine, slots])
+            slots = tf.identity(slots)
+            *sums, slots = reducer.sum([*mine, slots], meeting.arrive, None if rows else leave)
         own_rows = rows
         if rows:
             with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
-                rows = travelling.tables.sum([tf.identity(tensor) for tensor in rows])
+                rows = travelling.tables.sum([tf.identity(tensor) for tensor in rows], leave)
         square = slots[SQUARE] + tf.cast(travelling.tables.square(rows), slots.dtype)
-        norms = [tf.cast(tf.nn.l2_loss(one), slots.dtype) for one in (*mine, *own_rows[1::2])]
-        own = tf.cond(tf.math.is_finite(square), lambda: square, lambda: tf.add_n(norms))
+
+        def stop() -> tf.Tensor:
+            norms = [tf.cast(tf.nn.l2_loss(one), slots.dtype) for one in (*mine, *own_rows[1::2])]
+            return python_called(meeting.stop, [tf.add_n(norms)], tf.bool)
+
         with tf.control_dependencies([*sums, *rows]):
-            tracing.done = [tf.numpy_function(self.meeting.leave, [square, own], tf.bool)]
+            tracing.done = [tf.cond(tf.math.is_finite(square), lambda: tf.constant(True), stop)]
         with tf.control_dependencies(tracing.done):
             sums, rows = [tf.identity(total) for total in sums], [tf.identity(tensor) for tensor in rows]
         tracing.summed += [*sums, *rows]

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.compiled import CompiledLoss
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, predicts_itself, tested
-from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, updates_rows_alone
+from hpctrain.frameworks.tensorflow.sparse import rows_read_alone, rows_updated_alone, updates_rows_alone
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm
 from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
 from hpctrain.reduce.tensorflow_sparse import Gradients
@@ -281,7 +281,9 @@ class Update:
     def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         unpacked = self.travelling.unpack(rows, pieces, updates_rows_alone(self.optimizer))
         gradients = zip(unpacked, self.variables, strict=True)
-        self.optimizer.apply([tf.cast(gradient, variable.dtype) for gradient, variable in gradients], self.variables)
+        given = [tf.cast(gradient, variable.dtype) for gradient, variable in gradients]
+        with rows_updated_alone():
+            self.optimizer.apply(given, self.variables)
         for average, variable in zip(self.averages, self.variables, strict=False):
             average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))
         return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # of one that accumulates it is no variable

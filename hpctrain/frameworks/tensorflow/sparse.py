@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hpctrain.config.sections import Config
 
@@ -66,6 +67,32 @@ def rows_read_alone(tables: Sequence[keras.Variable]) -> Iterator[None]:
         yield
     finally:
         keras.layers.Embedding.embeddings = original
+
+
+@contextlib.contextmanager
+def rows_updated_alone() -> Iterator[None]:
+    """In the body, Adagrad reads of its accumulator only the rows that it updates, each of which it gets once.
+
+    Keras takes the root of all of it, each time; the numbers are the same to rounding. It is the class that is changed,
+    and changed back at the end.
+    """
+    original = keras.optimizers.Adagrad.update_step
+
+    def update_step(self: keras.optimizers.Adagrad, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if not isinstance(gradient, tf.IndexedSlices):
+            original(self, gradient, variable, learning_rate)
+            return
+        accumulator = self._accumulators[self._get_variable_index(variable)].value
+        values, rate = tf.cast(gradient.values, variable.dtype), tf.cast(learning_rate, variable.dtype)
+        accumulator.scatter_add(tf.IndexedSlices(tf.square(values), gradient.indices))
+        roots = tf.sqrt(accumulator.sparse_read(gradient.indices) + self.epsilon)
+        variable.scatter_sub(tf.IndexedSlices(rate * values / roots, gradient.indices))
+
+    keras.optimizers.Adagrad.update_step = update_step
+    try:
+        yield
+    finally:
+        keras.optimizers.Adagrad.update_step = original
 
 
 def updates_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Traced, Update
-from hpctrain.frameworks.update import NotFinite, UpdateRule
-from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE, WEIGHT, read_slots
+from hpctrain.frameworks.update import UpdateRule
+from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.tensorflow_reducer import Reducer
 from hpctrain.train.clock import Phase, StepClock
 
+READ = 4
+"""Slots that are read after an update: LOSS to SQUARE."""
+
 
 class Judge:
-    """What an update does on the host while TensorFlow runs it: it marks the clock, and decides by the sums."""
+    """The host's side of an update: it marks the clock where ranks meet, and learns how the update went."""
 
     def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
         self.clock = clock
@@ -28,71 +29,89 @@ class Judge:
         """Sum and weight of this rank's loss, divided by the samples of the global batch."""
         self.norm: float | None = None
         """L2 norm of the averaged gradient before clipping; None if the update was left out."""
-        self.stopped = False
-        """Whether the update was ended by NotFinite."""
+        self.finite = tf.Variable(True, trainable=False)
+        """Whether loss and gradient of the last update were finite; assigned by the update."""
 
-    def arrive(self, slots: NDArray[Any]) -> NDArray[Any]:
-        """This rank's gradients are complete, and these are its slots."""
-        self.own, self.stopped = (float(slots[LOSS]), float(slots[WEIGHT])), False
+    def arrive(self) -> None:
+        """This rank's gradients are complete."""
         self.clock.mark(Phase.BACKWARD)
-        return slots
 
-    def decide(self, slots: NDArray[Any]) -> np.float64:
-        """What the summed gradients are to be multiplied by, from the summed slots; NaN: the update is left out.
+    def leave(self) -> None:
+        """The sums are there."""
+        self.clock.mark(Phase.EXCHANGE)
+
+    def hear(self, told: tf.Tensor) -> None:
+        """What an update has told of itself; see Step.
 
         Raises:
             NotFinite: loss or gradient is not finite, and it is not the loss scale that is at fault.
         """
-        self.clock.mark(Phase.EXCHANGE)
-        square = float(slots[SQUARE])
-        try:
-            decision = self.rule.decide(read_slots(slots.tolist()), math.sqrt(square) if square >= 0 else math.nan)
-        except NotFinite:
-            self.stopped = True
-            raise
-        self.norm = decision.norm
-        return np.float64(math.nan if decision.factor is None else decision.factor)
+        loss, weight, *slots, arrived = told.numpy().tolist()
+        self.own = loss, weight
+        if arrived:
+            self.clock.mark_past(Phase.BACKWARD, time.time() - arrived)
+        square = slots[SQUARE]
+        self.norm = self.rule.decide(read_slots(slots), math.sqrt(square) if square >= 0 else math.nan).norm
 
 
 class Step:
-    """Updates with one reducer. TensorFlow calls Python where ranks meet and where the sums are judged, else never."""
+    """Updates with one reducer. TensorFlow calls Python where ranks meet, else never.
+
+    An update that is not finite is ended by an error of TensorFlow, and leaves ``Judge.finite`` False.
+
+    Both functions return what ``Judge.hear`` reads, in float64: LOSS and WEIGHT of this rank, the first READ slots of
+    the sums, and, on one rank, the time of day when the gradients were complete.
+    """
 
     def __init__(self, passes: Passes, update: Update, reducer: Reducer, judge: Judge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False, autograph=False)
         """whole(batch, share, loss_scale): all of an update from one batch; arguments as those of Passes.gradients."""
         self.travelling = passes.travelling
-        self.complete = tf.function(self._complete, autograph=False, input_signature=[self.travelling.specs()])
-        """complete(gradients): the rest of an update, from this rank's gradients."""
+        signature = [self.travelling.specs(), tf.TensorSpec((), tf.float64)]
+        self.complete = tf.function(self._complete, autograph=False, input_signature=signature)
+        """complete(gradients, loss_scale): the rest of an update, from this rank's gradients."""
 
-    def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> None:
-        self._complete(self.passes.gradients(batch, share, loss_scale))
+    def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
+        return self._complete(self.passes.gradients(batch, share, loss_scale), loss_scale)
 
-    def _complete(self, tensors: Sequence[tf.Tensor]) -> None:
-        rows, (*gradients, slots) = self.travelling.apart(tensors)
-        with tf.control_dependencies([*gradients, *rows]):
-            slots = like(slots, tf.numpy_function(self.judge.arrive, [slots], slots.dtype))
-        with tf.control_dependencies([slots]):
-            *sums, slots = self.reducer.borrow([*gradients, slots])
+    def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
+        rows, (*gradients, own) = self.travelling.apart(tensors)
+        judge, arrived, alone = self.judge, tf.zeros((), tf.float64), not self.reducer.meets
+        if alone:  # Python is told afterwards
+            with tf.device("CPU"), tf.control_dependencies([*gradients, *rows, tf.identity(own)]):
+                arrived = tf.timestamp()
+        with tf.control_dependencies([arrived] if alone else rows):
+            around = (None, None) if alone else (judge.arrive, None if rows else judge.leave)
+            *sums, slots = self.reducer.borrow([*gradients, own], *around)
         if rows:
             with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
-                rows = self.travelling.tables.sum([tf.identity(tensor) for tensor in rows])
+                rows = self.travelling.tables.sum([tf.identity(tensor) for tensor in rows], judge.leave)
             square = tf.cast(self.travelling.tables.square(rows), slots.dtype)
             slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
+        plain = not judge.rule.needs_norm and self.passes.weighted is False
+        if plain:
+            finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
+        else:
+            finite, factor = decision(slots, loss_scale, judge.rule.clip_norm)
         with tf.control_dependencies([*sums, *rows]):
-            factor = like(tf.zeros(()), tf.numpy_function(self.judge.decide, [slots], tf.float64))
-        with tf.control_dependencies([factor]):
-            if self.judge.rule.loss_scale is None:
-                done = self._update(rows, sums, factor)
+            if judge.rule.loss_scale is None:
+                with tf.control_dependencies([judge.finite.assign(finite, read_value=False)]):
+                    goes_on = tf.raw_ops.Assert(
+                        condition=finite, data=[finite]
+                    )  # unlike tf.cond, it costs next to nothing
+                with tf.control_dependencies([goes_on]):
+                    done = self._update(rows, sums, factor)
             else:
-                finite = tf.math.is_finite(factor)
                 done = tf.cond(finite, lambda: self._update(rows, sums, factor), lambda: tf.constant(True))
         if self.reducer.lends:
             with tf.control_dependencies([done]):
                 tf.raw_ops.Assert(condition=done, data=sums)  # holds them until the update is done
+        told = tf.cast(tf.concat([own[: WEIGHT + 1], slots[:READ]], 0), tf.float64)
+        return tf.concat([told, [arrived]], 0)
 
-    def _update(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
-        if self.judge.rule.needs_norm or self.passes.weighted is not False:
+    def _update(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor], factor: tf.Tensor | None) -> tf.Tensor:
+        if factor is not None:
             sums = [total * tf.cast(factor, total.dtype) for total in sums]
             rows = self.travelling.tables.scaled(rows, factor)
         elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
@@ -100,10 +119,20 @@ class Step:
         return self.update.run(rows, sums)
 
 
-def like(tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """What Python returned, which has the shape of another tensor."""
-    value.set_shape(tensor.shape)
-    return value
+def decision(slots: tf.Tensor, loss_scale: tf.Tensor, clip_norm: float | None) -> tuple[tf.Tensor, tf.Tensor]:
+    """Whether loss and gradient are finite, and what the sums are to be multiplied by: as UpdateRule.decide says it.
+
+    Args:
+        slots: summed over the ranks.
+        loss_scale: float64.
+        clip_norm: largest norm, if there is one.
+    """
+    loss, weight, weighted, square = tf.unstack(tf.cast(slots[:READ], tf.float64))
+    divisor = tf.where((weighted != 0.0) & (weight != 0.0), weight, tf.ones_like(weight))
+    scaled = divisor * loss_scale
+    norm = tf.sqrt(square) / scaled
+    clip = tf.ones_like(norm) if clip_norm is None else tf.where(norm > clip_norm, clip_norm / norm, tf.ones_like(norm))
+    return tf.math.is_finite(loss / divisor) & tf.math.is_finite(norm), clip / scaled
 
 
 def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -441,6 +441,9 @@ class _NoClock:
     def mark(self, phase: Phase) -> None:
         """Rehearsals are not steps."""
 
+    def mark_past(self, phase: Phase, ago_s: float) -> None:
+        """See ``mark``."""
+
     def end_step(self, work: float) -> None:
         """Nor do they end one."""
 

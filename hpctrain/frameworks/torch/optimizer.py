@@ -46,6 +46,11 @@ class Together(Optimizer):
     def param_groups(self, groups: list[Group]) -> None:
         """Nothing: there are no others."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which hold copies of each."""
+        known = super().__getstate__()
+        return {"defaults": known["defaults"], "state": known["state"], "each": self.each}
+
     def step(self, closure: Any = None) -> Any:
         """Each takes its own."""
         for one in self.each:
@@ -66,6 +71,9 @@ def joined(optimizer: Any) -> Any:
     """
     if isinstance(optimizer, Mapping):
         return {name: joined(one) for name, one in optimizer.items()}
+    if isinstance(optimizer, Iterator):
+        what = f"optimizer of the task is a {type(optimizer).__name__}, which can be read only once"
+        raise UserError(what, "give a list of objects: optimizer=[SparseAdam(...), Adam(...)]")
     if not isinstance(optimizer, (list, tuple)):
         return optimizer
     wrong = [type(one).__name__ for one in optimizer if not isinstance(one, Optimizer)]

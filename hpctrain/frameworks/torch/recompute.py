@@ -36,6 +36,7 @@ def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
     layers = dict(_outermost(model, patterns))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
+            refuse_part(pattern, model, layers)
             have = ", ".join(name for name, _ in _outermost(model, ["*"])) or "none"
             raise UserError(f"train.recompute: no layer of the model is called {pattern}", f"its layers are: {have}")
     traced = {id(part) for module in model.modules() for part in traced_parts(module)}
@@ -48,6 +49,19 @@ def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
     for layer in layers.values():
         layer.forward = functools.partial(Recomputed(layer), layer.forward)
     return list(layers)
+
+
+def refuse_part(pattern: str, model: Module, layers: Iterable[str]) -> None:
+    """Raises UserError if a pattern matches what is inside of a layer, and so part of it."""
+    inside = next((name for name, _ in model.named_modules() if fnmatchcase(name, pattern)), "")
+    layer = next((name for name in layers if inside.startswith(f"{name}.")), None)
+    if layer is not None:
+        what = (
+            f"train.recompute: {pattern} matches only what is inside of {layer}, which another pattern matches already"
+        )
+        raise UserError(
+            what, f"leave {pattern} out, or the pattern of {layer}: a layer computes all again that is in it"
+        )
 
 
 def traced_parts(module: Module) -> Iterable[Module]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, Slot, own_slot
 from hpctrain.monitor.window import ENDED, GC, REST, WORK
-from hpctrain.train.clock import Phase
+from hpctrain.train.clock import Phase, past
 
 PACK_ROW = struct.Struct(f"{ROW}d").pack_into
 
@@ -54,6 +54,12 @@ class RingClock:
         head = self.head
         head[MARKED_AT] = now
         head[MARKED_PHASE] = phase
+
+    def mark_past(self, phase: int, ago_s: float) -> None:
+        """See StepClock."""
+        ended = past(monotonic(), ago_s, self.last)
+        self.totals[phase] += ended - self.last
+        self.last = ended
 
     def end_step(self, work: float = 1.0) -> None:
         """A step is complete. Time that no phase claimed since the last mark is the step's rest.

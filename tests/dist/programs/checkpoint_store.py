@@ -6,6 +6,7 @@ import dataclasses
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
+from hpctrain.errors import UserError
 from hpctrain.train import Cut, SavedArrays
 
 
@@ -218,9 +220,28 @@ def load_cut(world: World, folder: Path) -> None:
     for name in WHOLE:
         np.testing.assert_array_equal(store.load().arrays[name], whole(name))
     total = sum(whole(name).nbytes for name in WHOLE)
+    if world.size > 1:
+        refuse_on_one(store, world)
     most = world.everyone.allgather(read[0], "compare what was read")
     if world.rank == 0:
         print("read", max(most) / total)
+
+
+def refuse_on_one(store: CheckpointStore, world: World) -> None:
+    """An error of the program's own on one rank: all end at once, and all but that one tell which it was."""
+
+    def use(loaded: Loaded) -> dict[str, np.ndarray]:
+        if world.rank == 1:
+            raise KeyError("head.weight")
+        return {}
+
+    begin = time.monotonic()
+    try:
+        store.load_into(use)
+    except (KeyError, UserError) as error:
+        told = str(error)
+    assert time.monotonic() - begin < 30
+    assert "head.weight" in told and (world.rank == 1 or "rank 1 failed while it took over" in told), told
 
 
 if __name__ == "__main__":

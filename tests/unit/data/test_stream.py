@@ -193,6 +193,18 @@ def test_what_cannot_be_decoded_is_told() -> None:
         take(StreamingData(stream, StreamOrder(5), 0, 1), 4)
 
 
+def test_a_first_sample_that_cannot_be_decoded_or_read_is_told() -> None:
+    with pytest.raises(UserError, match=r"sample 0 of Coded cannot be decoded: ZeroDivisionError.*test_stream.py"):
+        open_stream(Coded(), decode=lambda text: 1 // 0)
+
+    class Broken:
+        def __iter__(self):
+            raise RuntimeError("no such bucket")
+
+    with pytest.raises(UserError, match=r"Broken failed at its first sample: RuntimeError: no such bucket"):
+        open_stream(Broken())
+
+
 def test_an_open_stream_is_not_decoded_again() -> None:
     stream = open_stream(Again())
     assert open_stream(stream) is stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
@@ -12,13 +13,19 @@ from keras import layers
 
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
+from hpctrain.frameworks.loss_scale import INITIAL, LossScale
 from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.frameworks.tensorflow.runtime import begin_task
+from hpctrain.frameworks.tensorflow.step import decision
 from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
+from hpctrain.frameworks.update import UpdateRule
+from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, read_slots
 from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
 from tests.support.tensorflow_tasks import (
+    GLOBAL_BATCH,
     accuracy,
     cut,
     global_batches,
@@ -407,3 +414,32 @@ def test_sparse_gradients_are_made_dense_or_refused() -> None:
     framework: KerasFramework = make_framework(alone(), model=model, reduce={"sparse": "refuse"})
     with pytest.raises(UserError, match="is sparse"):
         train(framework, 1)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_an_update_decides_as_the_rule_says(clip_norm: float | None) -> None:
+    random, odd = np.random.default_rng(3), [0.0, 1.0, np.nan, np.inf, 1e-30, 1e30]
+    for _ in range(300):
+        slots = random.lognormal(0, 8, SLOTS).astype(np.float32)
+        slots[random.integers(0, 4, 2)] = random.choice(odd, 2)
+        finite, factor = decision(tf.constant(slots), tf.constant(INITIAL, tf.float64), clip_norm)
+        rule = UpdateRule(clip_norm, LossScale())
+        expected = rule.decide(read_slots(slots.tolist()), float(slots[SQUARE]) ** 0.5).factor
+        assert (float(factor) if finite else None) == expected, slots
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_rank_knows_when_its_backward_pass_ended(accumulate: int) -> None:
+    framework = make_framework(alone(), model=plain_model)
+    clock = framework.clock
+    assert isinstance(clock, IntervalClock)
+    parts = cut(next(global_batches(1)), 0, 1, accumulate)
+    framework.step(parts, GLOBAL_BATCH)
+    clock.take()
+    begin = time.perf_counter()
+    for _ in range(20):
+        framework.step(parts, GLOBAL_BATCH)
+    seconds, all_s = clock.take(), time.perf_counter() - begin
+    assert seconds["backward"] > 0.1 * all_s, "part of an update"
+    assert seconds["optimizer"] > 0.1 * all_s, "the other part"
+    assert sum(seconds.values()) == pytest.approx(all_s, rel=0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import tensorflow as tf  # noqa: E402 (after the skip)
 
 from hpctrain.comm.world import alone  # noqa: E402
 from hpctrain.config.sections import Config, TrainConfig  # noqa: E402
-from hpctrain.frameworks.tensorflow.sparse import sparse_variables  # noqa: E402
+from hpctrain.frameworks.tensorflow.sparse import rows_updated_alone, sparse_variables  # noqa: E402
 from hpctrain.reduce.tensorflow_sparse import Gradients  # noqa: E402
 from tests.support.tensorflow_tasks import embedding_model, make_framework, mean_loss, train, weighted_loss  # noqa: E402
 
@@ -118,3 +120,29 @@ def test_a_step_reads_rows_alone_of_a_table_that_it_updates_by_rows(mode: str) -
     (inside,) = (inside for outside, inside in traced.graph.captures if outside is table.handle)
     assert ("ResourceGather" in {reader.type for reader in inside.consumers()}) is (mode == "auto")
     framework.close()
+
+
+def apply_rows(optimizer: Any, variables: list[Any], indices: tf.Tensor, values: tf.Tensor) -> None:
+    optimizer.apply([tf.IndexedSlices(values, indices, tf.constant([50, 7])), values[0]], variables)
+
+
+def test_adagrad_reads_of_its_accumulator_the_rows_that_it_updates_and_finds_what_keras_finds() -> None:
+    random, found = np.random.default_rng(0), []
+    begin = random.normal(size=(50, 7)).astype(np.float32)
+    steps = [(random.permutation(50)[:9], random.normal(size=(9, 7)).astype(np.float32)) for _ in range(4)]
+    for around in (contextlib.nullcontext(), rows_updated_alone()):
+        table, dense = keras.Variable(begin), keras.Variable(begin[0])
+        optimizer = optimizers.Adagrad(0.3)
+        optimizer.build([table, dense])
+        update = tf.function(functools.partial(apply_rows, optimizer, [table, dense]))
+        with around:
+            for indices, values in steps:
+                update(tf.constant(indices), tf.constant(values))
+        found.append([np.asarray(one) for one in (table, dense, *optimizer.variables)])
+        (slots,) = (one.value for one in optimizer.variables if tuple(one.shape) == (50, 7))
+        graph = update.get_concrete_function(tf.constant(indices), tf.constant(values)).graph
+        (inside,) = (inside for outside, inside in graph.captures if outside is slots.handle)
+        readers = {reader.type for reader in inside.consumers()}
+        assert ("ReadVariableOp" in readers) is (len(found) == 1), readers
+    for keras_own, ours in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, keras_own, rtol=1e-6, atol=1e-7)

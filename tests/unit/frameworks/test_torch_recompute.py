@@ -107,6 +107,13 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -
     assert "inward, blocks.0, blocks.1" in error.value.fix
 
 
+def test_a_pattern_of_what_is_inside_of_another_match_is_told_as_that() -> None:
+    net = nn.ModuleDict({"block": nn.TransformerEncoderLayer(4, 1, 4), "rest": nn.Linear(4, 4)})
+    with pytest.raises(UserError, match=r"block\.linear\* matches only what is inside of block,") as error:
+        recompute(net, ["bl*", "block.linear*"])
+    assert error.value.fix.startswith("leave block.linear* out")
+
+
 def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:

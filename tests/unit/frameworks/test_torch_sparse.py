@@ -220,3 +220,24 @@ def test_a_scheduler_finds_the_momentum_that_all_optimizers_of_a_list_have() -> 
     adams = joined([optim.SparseAdam(model.embedding.parameters()), optim.Adam(model.head.parameters())])
     optim.lr_scheduler.OneCycleLR(adams, max_lr=0.1, total_steps=10)
     assert [group["betas"][0] for group in adams.param_groups] == [0.95, 0.95]
+
+
+def test_several_optimizers_are_copied_with_what_they_update() -> None:
+    layer = torch.nn.Linear(2, 2)
+    together = joined([optim.SGD([layer.weight], lr=0.1, momentum=0.9), optim.Adagrad([layer.bias], lr=0.2)])
+    layer(torch.ones(1, 2)).sum().backward()
+    together.step()
+    twin, copied = copy.deepcopy((layer, together))
+    assert [group["lr"] for group in copied.param_groups] == [0.1, 0.2]
+    for model, optimizer in ((layer, together), (twin, copied)):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(twin.weight, layer.weight) and torch.equal(twin.bias, layer.bias)
+    assert copied.param_groups[0]["params"][0] is twin.weight
+
+
+def test_a_generator_of_optimizers_is_refused_with_the_list_to_write() -> None:
+    with pytest.raises(UserError, match="optimizer of the task is a generator, which can be read only once") as caught:
+        joined(optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+    assert "optimizer=[" in caught.value.fix

@@ -159,3 +159,19 @@ Session(RingClock(), agent, None).poll()
 os._exit(7)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=20, stderr=subprocess.DEVNULL).returncode == 7
+
+
+def test_a_phase_that_ended_earlier_ends_neither_before_the_last_mark_nor_later_than_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hpctrain.monitor.rank.clock.monotonic", lambda: now[0])
+    clock = RingClock()
+    now[0] += 10.0
+    clock.mark_past(Phase.BACKWARD, 4.0)
+    assert clock.take()["backward"] == pytest.approx(6.0)
+    clock.mark_past(Phase.BACKWARD, 50.0)
+    assert clock.take()["backward"] == 0.0
+    clock.mark_past(Phase.BACKWARD, -50.0)
+    clock.mark(Phase.OPTIMIZER)
+    assert clock.take() == pytest.approx(dict.fromkeys(clock.take(), 0.0) | {"backward": 4.0})

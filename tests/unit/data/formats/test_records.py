@@ -5,14 +5,19 @@ import io
 import json
 import pickle
 import tarfile
+from collections.abc import Callable, Hashable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import hpctrain
 from hpctrain.data import Order, TrainingData, open_dataset
+from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.parquet_rows import ParquetRows
+from hpctrain.data.formats.records import open_records
 from hpctrain.errors import UserError
 
 LENGTH = 29
@@ -196,3 +201,51 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
         open_dataset(tmp_path / "b.tar")
     with pytest.raises(UserError, match=r"absent\.jsonl cannot be read: No such file"):
         open_dataset(tmp_path / "absent.jsonl")
+
+
+class NotingCache(BlockCache):
+    """Keeps no block, and notes which were read."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.groups: set[int] = set()
+
+    def get(self, key: Hashable, read: Callable[[], Any]) -> Any:
+        def noting() -> Any:
+            assert isinstance(key, tuple)
+            self.groups.add(key[1])
+            return read()
+
+        return super().get(key, noting)
+
+
+def groups_read(path: Path, order: Order, rank: int, size: int, batches: int) -> list[set[int]]:
+    """Row groups that a rank needs for each of its first batches."""
+    cache = NotingCache()
+    dataset = open_records(ParquetRows(path, cache), None, ("id",), False)
+    data = TrainingData(dataset, order, rank, size, prefetch=0)
+    batches_of_rank, found = data.starting_at(0, 0), []
+    for _ in range(batches):
+        cache.groups = set()
+        next(batches_of_rank)
+        found.append(cache.groups)
+    data.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("group_rows", "expected"),
+    [
+        (4, [[{0, 1}, {4, 5}], [{2, 3}, {6, 7}]]),  # each rank its own
+        (6, [[{0, 1}, {2, 3}], [{1, 2}, {4, 5}]]),  # both need those that the cut goes through
+        (32, [[{0}, {0}], [{0}, {0}]]),  # one for both
+    ],
+)
+def test_a_rank_reads_the_row_groups_that_hold_its_samples(
+    tmp_path: Path, group_rows: int, expected: list[list[set[int]]]
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"id": list(range(32))}), path, row_group_size=group_rows)
+    order = Order(length=32, global_batch=16, seed=0, shuffle="none")
+    assert [groups_read(path, order, rank, 2, 2) for rank in range(2)] == expected
