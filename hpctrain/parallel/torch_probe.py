@@ -1,4 +1,4 @@
-"""Asks an optimizer how its parameters may be shared out among ranks: it is tried on small tensors of their kind.
+"""Asks an optimizer how its parameters may be shared out among ranks, or cut: it is tried on small tensors.
 
 Optimizers that look at one element at a time can update rows of a tensor apart; others (Adafactor, Muon) look at whole
 tensors, and some at all of them together (Prodigy). Which is which is not for a list of names to say.
@@ -25,6 +25,8 @@ LARGEST_SIZE = 160
 """Of an axis that is tried: beyond 128, where some optimizers begin to treat tensors in another way."""
 LARGEST_TENSOR = 3 << 13
 """Elements of a tensor that is tried, and so milliseconds."""
+HALVED_SIZE = 6
+"""Of each axis of a tensor that is tried in halves."""
 LEAST_RATE = 1e-3
 """In place of a learning rate of 0, with which nothing would happen."""
 
@@ -97,6 +99,55 @@ def try_optimizer(optimizer: Optimizer, group: Group, parameter: Parameter) -> V
     is_alone = torch.equal(alone.value, beside.value) and equal_slots(alone.slots, beside.slots)
     by_rows = len(rows) > 1 and fits(alone, parts, common)
     return Verdict(is_alone, by_rows, common)
+
+
+def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis: int) -> None:
+    """Raises UserError if an optimizer does to halves of a tensor something else than to the whole one, in any bit.
+
+    Args:
+        optimizer: of which a copy is tried; not changed.
+        parameter: that is to be cut, whole; one of the optimizer's or not.
+        name: of the parameter.
+        axis: along which it is to be cut.
+    """
+    group = next((it for it in optimizer.param_groups if any(one is parameter for one in it["params"])), None)
+    if group is None:
+        return
+    random = torch.Generator().manual_seed(1)
+    shape = (HALVED_SIZE,) * parameter.ndim
+    value, *gradients = (torch.randn(shape, generator=random).to(parameter.dtype) for _ in range(1 + STEPS))
+    begun = {slot: even(it, parameter, shape) for slot, it in optimizer.state.get(parameter, {}).items()}
+    own = [{slot: halves(it, shape, axis)[n] for slot, it in begun.items()} for n in range(2)]
+    cuts = [halves(it, shape, axis) for it in (value, *gradients)]
+    kind = type(optimizer).__name__
+    before = torch.get_rng_state()
+    try:
+        whole = run(optimizer, group, [(value, gradients)], begun)[0].value
+        parts = [run(optimizer, group, [(cuts[0][n], [it[n] for it in cuts[1:]])], own[n])[0].value for n in range(2)]
+    except Exception as error:
+        raise UserError(
+            f"{kind} cannot be tried on a small copy of {name}, which is cut: {type(error).__name__}: {error}",
+            "use an optimizer that updates what is in its param_groups, such as AdamW, or leave the layer whole",
+        ) from error
+    finally:
+        torch.set_rng_state(before)
+    if not torch.equal(whole, torch.cat(parts, axis)):
+        raise UserError(
+            f"{kind} looks at more than one element of {name} at a time, and each rank has a part of it only",
+            "use an optimizer that updates each element by itself, such as AdamW, or leave the layer whole",
+        )
+
+
+def halves(value: Any, shape: tuple[int, ...], axis: int) -> Sequence[Any]:
+    """Along an axis; of what has no value for each element of the parameter, two that are equal."""
+    return value.chunk(2, axis) if is_whole(value, shape) else (value, value)
+
+
+def even(slot: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
+    """A slot as a parameter of another shape would have it, from its first value."""
+    if not is_whole(slot, tuple(parameter.shape)):
+        return slot
+    return torch.full(shape, float(slot.flatten()[0]), dtype=slot.dtype)
 
 
 def run(

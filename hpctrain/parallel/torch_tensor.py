@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, linear
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.parallel.tensor_words import LayerCut
-from hpctrain.parallel.torch_elementwise import require_elementwise
+from hpctrain.parallel.torch_probe import require_elementwise
 from hpctrain.parallel.torch_region import Gathered, Region, SummedBackward, SummedForward
 from hpctrain.train.state import Cut
 

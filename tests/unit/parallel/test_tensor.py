@@ -17,7 +17,7 @@ from hpctrain.comm.group import Group
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue
 from hpctrain.parallel.tensor_words import LayerCut
-from hpctrain.parallel.torch_elementwise import require_elementwise
+from hpctrain.parallel.torch_probe import require_elementwise
 from hpctrain.parallel.torch_region import Region
 from hpctrain.parallel.torch_tensor import cut_model, planned, slices_of
 from hpctrain.rank.fit import fit
