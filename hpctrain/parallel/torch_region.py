@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -63,29 +63,34 @@ class Region:
         return torch.cat(parts, -1).to(values.device)
 
 
+# Backward passes are made of the functions themselves, so that they can be differentiated again: a loss may hold
+# gradients, such as the forces of a potential or a penalty.
+
+
 class SummedBackward(torch.autograd.Function):
     """Whole values go into a layer that is cut: as they are, and the ranks' gradients are added up."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, region: Region) -> Tensor:
-        ctx.region = region
+    def forward(ctx: Any, values: Tensor, region: Region, what: str) -> Tensor:
+        ctx.region, ctx.what = region, what
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.summed(gradients[0], "add up the gradients of a cut layer's inputs"), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return summed_forward(gradients[0], ctx.region, ctx.what), None, None
 
 
 class SummedForward(torch.autograd.Function):
     """The ranks' outputs are added up, and the gradient is that of each."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, region: Region) -> Tensor:
-        return region.summed(values, "add up the outputs of a cut layer")
+    def forward(ctx: Any, values: Tensor, region: Region, what: str) -> Tensor:
+        ctx.region, ctx.what = region, what
+        return region.summed(values, what)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return summed_backward(gradients[0], ctx.region, ctx.what), None, None
 
 
 class Gathered(torch.autograd.Function):
@@ -93,9 +98,39 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, region: Region) -> Tensor:
-        ctx.region, ctx.length = region, values.shape[-1]
+        ctx.region = region
         return region.gathered(values, "gather the outputs of a cut layer")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].narrow(-1, ctx.region.group.rank * ctx.length, ctx.length), None
+        return cast(Tensor, Own.apply(gradients[0], ctx.region)), None  # type: ignore[no-untyped-call]
+
+
+class Own(torch.autograd.Function):
+    """What is a rank's of values that stand side by side, and the gradients of all ranks stand so."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, region: Region) -> Tensor:
+        ctx.region, length = region, values.shape[-1] // region.group.size
+        return values.narrow(-1, region.group.rank * length, length).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gathered(gradients[0], ctx.region), None
+
+
+def summed_backward(
+    values: Tensor, region: Region, what: str = "add up the gradients of a cut layer's inputs"
+) -> Tensor:
+    """Whole values on their way into a layer that is cut."""
+    return cast(Tensor, SummedBackward.apply(values, region, what))  # type: ignore[no-untyped-call]
+
+
+def summed_forward(values: Tensor, region: Region, what: str = "add up the outputs of a cut layer") -> Tensor:
+    """The sum of what the ranks computed."""
+    return cast(Tensor, SummedForward.apply(values, region, what))  # type: ignore[no-untyped-call]
+
+
+def gathered(values: Tensor, region: Region) -> Tensor:
+    """What the ranks computed, side by side."""
+    return cast(Tensor, Gathered.apply(values, region))  # type: ignore[no-untyped-call]

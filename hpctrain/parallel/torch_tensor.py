@@ -21,7 +21,7 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.parallel.torch_probe import require_elementwise
-from hpctrain.parallel.torch_region import Gathered, Region, SummedBackward, SummedForward
+from hpctrain.parallel.torch_region import Region, gathered, summed_backward, summed_forward
 from hpctrain.train.state import Cut
 
 KINDS: Mapping[str, type[Module]] = {"columns": Linear, "rows": Linear, "vocabulary": Embedding}
@@ -289,11 +289,9 @@ def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
     region.leave()
     layer = one.layer
     assert isinstance(layer, Linear), "planned has seen to it"
-    whole: Tensor = SummedBackward.apply(values, region)  # type: ignore[no-untyped-call]
-    outputs = linear(whole, layer.weight, layer.bias)
+    outputs = linear(summed_backward(values, region), layer.weight, layer.bias)
     if one.word.gathers:
-        gathered: Tensor = Gathered.apply(outputs, region)  # type: ignore[no-untyped-call]
-        return gathered
+        return gathered(outputs, region)
     if layer.training:
         region.enter(outputs.device)
     return outputs
@@ -311,7 +309,7 @@ def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
             "cut the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
         )
     own = linear(values, layer.weight)
-    outputs: Tensor = SummedForward.apply(own, region)  # type: ignore[no-untyped-call]
+    outputs = summed_forward(own, region)
     return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
 
 
@@ -328,5 +326,4 @@ def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor
     padding = None if layer.padding_idx is None else layer.padding_idx - region.group.rank * count
     padding = padding if padding is not None and 0 <= padding < count else None
     own = embedding(local.masked_fill(elsewhere, 0), layer.weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-    vectors: Tensor = SummedForward.apply(own, region)  # type: ignore[no-untyped-call]
-    return vectors
+    return summed_forward(own, region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
 from tests.support import tensor_tasks
 from tests.support.tensor_tasks import LAYERS, Gpt
+from tests.support.thread_groups import in_threads
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
 
@@ -182,6 +184,42 @@ def test_random_numbers_inside_are_made_of_those_outside() -> None:
         region.leave()
         drawn[rank] = [inside, again, torch.rand(3)]
     assert [torch.equal(*pair) for pair in zip(*drawn.values(), strict=True)] == [False, False, True]
+
+
+class Potential(nn.Module):
+    """An energy, whose gradient by the places is a force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(3, 8), nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.last(self.down(self.up(places).tanh()).tanh())
+
+
+def of_forces(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of a loss that holds a gradient."""
+    places = torch.arange(15, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
+    (force,) = torch.autograd.grad(model(places).square().sum(), places, create_graph=True)
+    (force - 1).square().sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
+    model = Potential().double()
+    wanted = of_forces(model)
+    words = {"up": columns, "down": rows, "last": columns(gathers=True)}
+
+    def on_a_rank(group: Group) -> float:
+        own = copy.deepcopy(model)
+        cut = cut_model(own, planned(own, words, 2), group, Group("data"), [])
+        found = of_forces(own)
+        return max(
+            float((found[name] - (cut.slices[name].of(whole) if name in cut.slices else whole)).abs().max())
+            for name, whole in wanted.items()
+        )
+
+    assert max(in_threads(2, on_a_rank)) < 1e-12
 
 
 def config(folder: Path, **task_args: Any) -> Config:

@@ -1,0 +1,51 @@
+"""Ranks of a group as threads of one process: what a layer's ranks send each other, without launching any."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.comm.group import TIMEOUT_S, Group
+
+Result = TypeVar("Result")
+PATIENCE_S = 60.0
+
+
+class ThreadGroup(Group):
+    """One of several threads that add and gather arrays."""
+
+    def __init__(self, rank: int, table: list[Any], meeting: threading.Barrier) -> None:
+        super().__init__("threads")
+        self.rank, self.size = rank, len(table)
+        self.table, self.meeting = table, meeting
+
+    def gather(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        self.table[self.rank] = np.array(values)
+        self.meeting.wait(PATIENCE_S)
+        everything = np.stack(self.table)
+        self.meeting.wait(PATIENCE_S)
+        return everything
+
+    def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        values[...] = self.gather(values, what, timeout_s).sum(0)
+
+
+def in_threads(size: int, work: Callable[[Group], Result]) -> list[Result]:
+    """What each of so many ranks returns; if one raises, all end."""
+    table: list[Any] = [None] * size
+    meeting = threading.Barrier(size)
+
+    def guarded(rank: int) -> Result:
+        try:
+            return work(ThreadGroup(rank, table, meeting))
+        except BaseException:
+            meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(guarded, range(size)))
