@@ -91,6 +91,11 @@ def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor if piece.rows == 1 else tensor[piece.begin : piece.end]
 
 
+def places_of(parameters: Sequence[Parameter]) -> list[int]:
+    """Addresses of their memory."""
+    return [parameter.data_ptr() for parameter in parameters]
+
+
 class ShardedReducer:
     """See reduce.torch_reducer.Reducer. ``grad`` of the parts is the sum, and that of whole parameters None."""
 
@@ -101,6 +106,7 @@ class ShardedReducer:
         self.flat_gradients = gradients
         self.sums = exchange
         self.needs_norm = needs_norm
+        self.parts, self.places = sharded.parts, places_of(gradients.parameters)
         self.flat = gradients.flat
         self.host, self.arrived = torch.from_numpy(exchange.buffer), torch.from_numpy(exchange.parameters)
         self.on_host = self.flat.device.type == "cpu"
@@ -113,10 +119,10 @@ class ShardedReducer:
         leaving = self.arrived if self.on_host else self.flat
         self.leaving = [rows_of(self._view(part.piece, leaving), part.piece) for part in sharded.parts]
         """Where this rank leaves what it has updated; on a GPU on its way there."""
-        foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
-        self.theirs = [rows_of(gradients.parameters[piece.parameter].data, piece) for piece in foreign]
+        self.foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
+        self.theirs = self._theirs()
         """What other ranks update of the parameters here."""
-        self.arriving = [rows_of(self._view(piece, leaving), piece) for piece in foreign]
+        self.arriving = [rows_of(self._view(piece, leaving), piece) for piece in self.foreign]
         """Where that comes from."""
         self.square = 0.0
         if not self.on_host:
@@ -139,6 +145,7 @@ class ShardedReducer:
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         self.flat_gradients.complete()
+        self._follow()
         if not self.on_host:
             self.host.copy_(self.flat)
         self.slots.zero_()
@@ -185,6 +192,18 @@ class ShardedReducer:
             for memory in {self.host.data_ptr(), self.arrived.data_ptr()}:
                 unpin(memory)
         self.sums.close()
+
+    def _follow(self) -> None:
+        """Tasks may give a parameter other memory: ``parameter.data = parameter.data.clamp(-1, 1)``."""
+        wholes = self.flat_gradients.parameters
+        if (places := places_of(wholes)) != self.places:
+            self.places = places
+            for part in self.parts:
+                part.parameter.data = rows_of(wholes[part.piece.parameter].data, part.piece)
+            self.theirs = self._theirs()
+
+    def _theirs(self) -> list[Tensor]:
+        return [rows_of(self.flat_gradients.parameters[piece.parameter].data, piece) for piece in self.foreign]
 
     def _view(self, piece: Piece, flat: Tensor) -> Tensor:
         """A whole parameter, laid out in a buffer as its gradient is."""

@@ -44,7 +44,7 @@ from tests.support import torch_sharded
 from tests.support.combined_tasks import Coupled
 from tests.support.torch_tasks import adagrad, cut, global_batches, in_float64, make_framework, train
 
-SHARDED, WHOLE = ParallelConfig("optimizer"), ParallelConfig()
+SHARDED, WHOLE = ParallelConfig(shard="optimizer"), ParallelConfig()
 UPDATES = 6
 LATER = 3
 """Updates before a stop."""
@@ -211,6 +211,32 @@ def own_steps(world: World, folder: Path) -> dict[str, Any]:
     return {"weights": own.weights(framework), "hashes": hashes}
 
 
+class Bounded(nn.Module):
+    """A layer that gives its weights other memory in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """[n, 3]."""
+        self.layer.weight.data = self.layer.weight.data.clamp(-0.2, 0.2)
+        return self.layer(points)
+
+
+def replaced(world: World, folder: Path) -> dict[str, Any]:
+    """Hashes of weights, without and with shards, of a model that replaces them."""
+    hashes = []
+    for parallel in (WHOLE, SHARDED):
+        framework = make_framework(world, Bounded, parallel=parallel, reduce={"kind": "mpi"}, ema_decay=0.9)
+        train(framework, UPDATES)
+        framework.evaluate(next(global_batches(1)))
+        train(framework, UPDATES)
+        hashes.append(framework.weights_hash())
+        framework.close()
+    return {"hashes": world.data.allgather(hashes, "compare")}
+
+
 def probe(world: World, folder: Path) -> dict[str, Any]:
     """What the probe leaves behind, and how long it takes."""
 
@@ -326,7 +352,8 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
-    each.__name__: each for each in (optimizers, messages, exchanges, bits, overflow, own_steps, probe, resumed)
+    each.__name__: each
+    for each in (optimizers, messages, exchanges, bits, overflow, own_steps, replaced, probe, resumed)
 }
 
 
