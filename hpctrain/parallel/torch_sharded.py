@@ -10,10 +10,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import UserError
 from hpctrain.parallel.sharded import Piece, Shares, Weighed, share_out
 from hpctrain.parallel.sharded_exchange import ShardedExchange, open_sharded_exchange
 from hpctrain.reduce.candidates import Candidate
@@ -100,9 +102,17 @@ class ShardedReducer:
     """See reduce.torch_reducer.Reducer. ``grad`` of the parts is the sum, and that of whole parameters None."""
 
     def __init__(
-        self, name: str, gradients: FlatGradients, exchange: ShardedExchange, sharded: Sharded, needs_norm: bool
+        self,
+        name: str,
+        gradients: FlatGradients,
+        exchange: ShardedExchange,
+        sharded: Sharded,
+        needs_norm: bool,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.name = name
+        self.optimizers = optimizers
+        self.names = {id(parameter): name for name, parameter in sharded.pairs}
         self.flat_gradients = gradients
         self.sums = exchange
         self.needs_norm = needs_norm
@@ -145,6 +155,7 @@ class ShardedReducer:
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         self.flat_gradients.complete()
+        self._require_parts()
         self._follow()
         if not self.on_host:
             self.host.copy_(self.flat)
@@ -193,6 +204,17 @@ class ShardedReducer:
                 unpin(memory)
         self.sums.close()
 
+    def _require_parts(self) -> None:
+        """Raises UserError if an optimizer has got a whole parameter, which has no gradient here."""
+        held = (one for each in self.optimizers for group in each.param_groups for one in group["params"])
+        if (found := next((one for one in held if id(one) in self.names), None)) is not None:
+            raise UserError(
+                f"an optimizer was given {self.names[id(found)]} after the run had begun, when parallel.shard had "
+                "shared out its parameters",
+                "give it all parameters when the task is made (a schedule with a factor for each group lets some "
+                "wait), or leave parallel.shard out",
+            )
+
     def _follow(self) -> None:
         """Tasks may give a parameter other memory: ``parameter.data = parameter.data.clamp(-1, 1)``."""
         wholes = self.flat_gradients.parameters
@@ -219,6 +241,8 @@ class ShardedReducers:
     config: ReduceConfig
     needs_norm: bool = True
     """Whether an update has to know the norm of the gradient."""
+    optimizers: Sequence[Optimizer] = ()
+    """All of the task, which have this rank's parts."""
     sparse: Sequence[Parameter] = ()
     """No gradient stays sparse."""
 
@@ -233,4 +257,4 @@ class ShardedReducers:
         host = torch.from_numpy(exchange.buffer)
         flat = host if device.type == "cpu" else torch.zeros_like(host, device=device)
         gradients = FlatGradients(self.sharded.pairs, flat, layout, lambda bucket: None, self.config.sparse)
-        return ShardedReducer(candidate.name, gradients, exchange, self.sharded, self.needs_norm)
+        return ShardedReducer(candidate.name, gradients, exchange, self.sharded, self.needs_norm, self.optimizers)

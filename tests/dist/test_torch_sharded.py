@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
 PRECISIONS = ("fp32", "bf16", "fp16", "channels", "halves")
 SCENARIOS = {
-    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "probe"),
+    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "probe"),
     4: ("optimizers", "exchanges", "messages", "resumed"),
 }
 
@@ -111,6 +111,11 @@ def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any) -> No
 
 def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results: Any) -> None:
     assert len({one for rank in results(2)["replaced"]["hashes"] for one in rank}) == 1
+
+
+def test_an_optimizer_that_gets_parameters_later_is_refused(results: Any) -> None:
+    for said in results(2)["grown"]["said"]:
+        assert said.startswith("an optimizer was given 0.bias after the run had begun")
 
 
 def test_the_probe_leaves_everything_as_it_was_and_names_what_cannot_be_sharded(results: Any) -> None:

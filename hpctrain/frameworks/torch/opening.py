@@ -15,7 +15,7 @@ from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memor
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.optimizer import OptimizerState, Slots, Together
 from hpctrain.frameworks.torch.recompute import recompute
-from hpctrain.frameworks.torch.sharding import judge, share_out_optimizers, unsuited
+from hpctrain.frameworks.torch.sharding import judge, plain, share_out_optimizers, unsuited
 from hpctrain.frameworks.torch.shares import shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import (
@@ -88,7 +88,7 @@ def open_torch(
         optimizer_state.to_device()
     sparse = sparse_parameters(model, parts, config.reduce.sparse)
     reducers = ExchangesToChoose(
-        {name: ShardedReducers(sharded, config.reduce, needs_norm) for name, sharded in sharding.of.items()}
+        {name: ShardedReducers(its, config.reduce, needs_norm, plain(parts)) for name, its in sharding.of.items()}
         if sharding is not None
         else {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
     )

@@ -237,6 +237,20 @@ def replaced(world: World, folder: Path) -> dict[str, Any]:
     return {"hashes": world.data.allgather(hashes, "compare")}
 
 
+def grown(world: World, folder: Path) -> dict[str, Any]:
+    """What is said of an optimizer that gets parameters later."""
+    framework = make_framework(world, optimizer=lambda model: torch.optim.SGD([model[0].weight]), parallel=SHARDED)
+    train(framework, 1)
+    framework.optimizer.add_param_group({"params": [framework.model[0].bias]})
+    said = ""
+    try:
+        train(framework, 1)
+    except UserError as error:
+        said = error.what
+    framework.close()
+    return {"said": world.data.allgather(said, "compare")}
+
+
 def probe(world: World, folder: Path) -> dict[str, Any]:
     """What the probe leaves behind, and how long it takes."""
 
@@ -353,7 +367,7 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
     each.__name__: each
-    for each in (optimizers, messages, exchanges, bits, overflow, own_steps, replaced, probe, resumed)
+    for each in (optimizers, messages, exchanges, bits, overflow, own_steps, replaced, grown, probe, resumed)
 }
 
 
