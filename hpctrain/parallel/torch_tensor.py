@@ -26,6 +26,8 @@ from hpctrain.train.state import Cut
 
 KINDS: Mapping[str, type[Module]] = {"columns": Linear, "rows": Linear, "vocabulary": Embedding}
 """Layers that can be cut so."""
+SAME_LOSS = 1e-6
+"""How far losses of ranks that share out a model may differ, relative to one; where nothing is wrong, in no bit."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 """Modules of torch.nn that only call their layers; others may look into them."""
 
@@ -103,6 +105,25 @@ class TensorParallel:
     def shared(self, model: Module) -> list[tuple[str, Tensor]]:
         """Parameters that all ranks of the group have alike."""
         return [(name, one) for name, one in model.named_parameters() if id(one) not in self.cut]
+
+    def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
+        """Raises UserError, on all ranks of the group, if they have not trained on the same. Collective.
+
+        Args:
+            loss: (sum, weight) over this rank's samples.
+            update: its number, for people.
+        """
+        if not self.slices:
+            return
+        found = self.group.gather(np.array(loss), "compare their losses")
+        if not np.allclose(found, found[0], rtol=SAME_LOSS, atol=0, equal_nan=True):
+            told = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
+            raise UserError(
+                f"in update {update} the losses of ranks that share out the model differ: {told}. They saw different "
+                "samples, or values of which each rank has a part reached the loss",
+                "cut the last layer by columns(gathers=True), or let one with rows follow; and let nothing but the "
+                "sample and its rng decide what a transform or a stream gives",
+            )
 
     def require_whole_gradients(self, model: Module, everyone: Group) -> None:
         """Raises UserError, on all ranks, if the gradient of what a tensor group has alike differs in it. Collective.

@@ -129,5 +129,6 @@ def test_low_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> No
 def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
     results = found()[1]
     assert "the gradient of blocks.0.inner_norm.weight differs between ranks" in results["inner-norm"]["error"]
+    assert "in update 1 the losses of ranks that share out the model differ: " in results["ungathered"]["error"]
     assert "after step 2 the weights of rank 1, 3 differ from those of rank 0" in results["drifted"]["error"]
     assert "parallel.tensor is 3, and 4 ranks do not divide into groups of that size" in results["uneven"]["error"]

@@ -83,14 +83,20 @@ def tokens() -> dict[str, NDArray[Any]]:
     return {"words": np.random.default_rng(2).integers(0, WORDS, (SAMPLES, LENGTH))}
 
 
+def squares(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over however many outputs there are."""
+    return outputs.square().mean()
+
+
 def gpt(
     dropout: float = 0.0,
     inner_norm: bool = False,
     optimizer: str = "adamw",
     dtype: str = "float64",
     leave_out: str = "",
+    gathers: bool = True,
 ) -> TorchTask:
-    """Weight decay on matrices alone."""
+    """Weight decay on matrices alone. What is not gathered has a loss of any shape."""
     model = Gpt(dropout, inner_norm).to(getattr(torch, dtype))
     matrices = [one for one in model.parameters() if one.ndim > 1]
     groups = [
@@ -103,4 +109,7 @@ def gpt(
         "adagrad": lambda: torch.optim.Adagrad(model.parameters(), lr=1e-2, eps=1e-4),
     }[optimizer]()
     layers = {name: cut for name, cut in LAYERS.items() if name != leave_out}
-    return TorchTask(model, loss, made, tokens(), validation=tokens(), tensor=layers)
+    if not gathers:
+        layers["head"] = columns
+    judge = loss if gathers else squares
+    return TorchTask(model, judge, made, tokens(), validation=tokens(), tensor=layers)

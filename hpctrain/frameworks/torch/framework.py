@@ -165,6 +165,8 @@ class TorchFramework:
         with self._joint_statistics(micro_batches):
             loss, totals = self._gradients(self.reducer, micro_batches, global_samples, self.clock)
         self.clock.mark(Phase.EXCHANGE)
+        if self.device.type == "cpu":  # kernels of GPUs may add in any order
+            self.tensor.require_same_loss(loss, self.updates)
         if self.updates == 1:
             self.tensor.require_whole_gradients(self.model, self.world.everyone)
         try:

@@ -106,6 +106,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "ended": run(folder, "noisy-again", **cut, steps=3, task_args__dropout=0.5),
         "initial": run(folder, "initial", **cut, steps=1, checkpoint__init_from=folder / "all-four"),
         "inner-norm": run(folder, "inner-norm", **cut, task_args__inner_norm="true"),
+        "ungathered": run(folder, "ungathered", **cut, task_args__gathers="false"),
         "drifted": run(folder, "drifted", **cut, drifts=True, train__clip_norm="null"),
         "uneven": run(folder, "uneven", parallel__tensor=3),
     }

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +21,7 @@ from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, Train
 from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.parallel.torch_probe import require_elementwise
 from hpctrain.parallel.torch_region import Region
-from hpctrain.parallel.torch_tensor import cut_model, planned, slices_of
+from hpctrain.parallel.torch_tensor import TensorParallel, cut_model, planned, slices_of
 from hpctrain.rank.fit import fit
 from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
@@ -220,6 +221,21 @@ def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
         )
 
     assert max(in_threads(2, on_a_rank)) < 1e-12
+
+
+@pytest.mark.parametrize(("other", "goes"), [(2.0, True), (2.0 + 1e-12, True), (2.1, False), (np.nan, False)])
+def test_ranks_of_a_group_that_see_other_samples_are_found(other: float, goes: bool) -> None:
+    slices = {"weight": slices_of((4, 4), 0, 1, OneOf(0, 2), OneOf(0, 1))}
+
+    def on_a_rank(group: Group) -> str:
+        try:
+            TensorParallel(Region(group), slices, frozenset()).require_same_loss((other if group.rank else 2.0, 3.0), 7)
+        except UserError as error:
+            return error.what
+        return ""
+
+    said = in_threads(2, on_a_rank)
+    assert all(what.startswith("in update 7 the losses of ranks") != goes for what in said)
 
 
 def config(folder: Path, **task_args: Any) -> Config:
