@@ -78,6 +78,7 @@ class Feature(StrEnum):
     SPARSE_ROWS = "an embedding with sparse=True"
     STAGED_ENVIRONMENT = "launch.stage_environment"
     STEP_EPOCHS = "schedule.step_epochs"
+    STEP_HOOKS = "hooks of an optimizer's step"
     STREAM = "a stream as training data"
     SYNC_BATCHNORM = "train.sync_batchnorm"
     TABLES = "large tables of embeddings (Keras)"
@@ -179,6 +180,10 @@ OF_TENSOR_GROUPS = {
         "{1} has sparse gradients",
         "leave sparse=True out: hpctrain.vocabulary shares out the rows of a large table",
     ),
+    Feature.STEP_HOOKS: (
+        "{1} has hooks of its step (register_step_pre_hook), which see a part of what is cut",
+        "leave the hooks out: train.clip_norm clips by the whole gradient; hooks= of the task are called after updates",
+    ),
     Feature.RECOMPUTE: ("train.recompute is given, which computes a layer on one rank alone", "leave one of them out"),
     Feature.SHARD: ("parallel.shard is optimizer, which knows nothing of layers that are cut", "leave one of them out"),
 }
@@ -196,6 +201,11 @@ OF_SHARDS = {
     Feature.OWN_OPTIMIZER_STATE: (
         "{1} holds other optimizers, or state that is in neither its state nor its param_groups, which cannot be cut",
         "leave parallel.shard out, or give the task a list of plain optimizers",
+    ),
+    Feature.STEP_HOOKS: (
+        "{1} has hooks of its step (register_step_pre_hook), which see gradients and updates of a part",
+        "leave the hooks out: train.clip_norm clips by the whole gradient, train.ema_decay averages weights, and "
+        "hooks= of the task are called after updates",
     ),
 }
 

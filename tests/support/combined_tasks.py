@@ -124,7 +124,10 @@ def task(uses: list[str]) -> TorchTask:
             return torch.optim.SparseAdam(model.parameters(), lr=0.01)
         kinds = {Feature.COUPLED: Coupled, Feature.OWN_OPTIMIZER_STATE: Counting}
         kind = next((kinds[one] for one in kinds if one in has), torch.optim.SGD)
-        return kind(model.parameters(), lr=0.01)
+        made = kind(model.parameters(), lr=0.01)
+        if Feature.STEP_HOOKS in has:
+            made.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+        return made
 
     def step(ctx: Any, batch: dict[str, Tensor]) -> None:
         for part in [batch] if has & {Feature.NO_SPLIT, Feature.GATHER} else ctx.split(batch):

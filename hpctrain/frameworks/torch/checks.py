@@ -44,6 +44,12 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
         )
 
 
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before or after each step."""
+    known = vars(optimizer)
+    return any(known.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+
+
 def model_features(
     model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int, unsuited: str | None = None
 ) -> dict[Feature, Any]:
@@ -69,6 +75,7 @@ def model_features(
         Feature.RANKS: ranks > 1 and ranks,
         Feature.SPARSE_ADAM: next(of_sparse_adam(model, parts), None),
         Feature.SPARSE_ROWS: next(iter(sparse), None),
+        Feature.STEP_HOOKS: next((type(part.optimizer).__name__ for part in parts if has_hooks(part.optimizer)), None),
         Feature.VOLUMES: next(iter(volumes), None),
     }
     return used(given)

@@ -121,6 +121,7 @@ TORCH = {
     Feature.OWN_STEP,
     Feature.SEVERAL_MODELS,
     Feature.SPARSE_ADAM,
+    Feature.STEP_HOOKS,
     Feature.TORCH_SCHEDULER,
     Feature.VOLUMES,
 }
