@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 LARGEST_GROUP = 8
 """Ranks of a tensor group, unless the run file says how many a node has."""
+SHARDED = "optimizer"
+"""Stands for the plan with ``parallel.shard: optimizer`` among the reasons why others cannot be."""
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WIDTH = 110
 """Characters of the table, however narrow the terminal is."""
@@ -60,14 +63,20 @@ def run(args: argparse.Namespace) -> int:
     samples = {size: largest_micro_batch(config, args.ranks // size) for size in weighed}
     found = footprints(weighed, args.ranks, samples, program)
     given = config.parallel
-    given_plan = Plan(given.tensor, args.ranks // given.tensor, given.shard)
+    given_plan = Plan(given.tensor, args.ranks // given.tensor, given.shard if args.ranks > 1 else "none")
     own = next((one for one in found if one.plan == given_plan), None)
     if args.json:
         plans = [one.to_json() for one in found]
         foreign_text.show(json.dumps({"plans": plans, "not_possible": reasons, "memory": args.memory}, indent=1))
     else:
         show(found, reasons, args.memory)
-    if args.memory is None or own is None or own.total <= args.memory:
+    if own is None:
+        what = reasons.get(SHARDED if given.tensor == 1 else str(given.tensor))
+        raise UserError(
+            what or f"parallel.tensor is {given.tensor}, and {args.ranks} ranks do not divide into groups of that size",
+            "choose one of the plans above",
+        )
+    if args.memory is None or own.total <= args.memory:
         return ExitCode.DONE
     fitting = cheapest(found, args.memory)
     what = f"a rank of {args.run_file} needs {size_of(own.total)}, and has {size_of(args.memory)}"
@@ -87,19 +96,27 @@ def group_sizes(config: Config, ranks: int) -> list[int]:
     return sorted(sizes | {config.parallel.tensor} if whole % config.parallel.tensor == 0 else sizes)
 
 
-def weigh_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[int, Weighed], dict[int, str]]:
-    """Of each size of tensor groups what a rank has, or why it cannot be. Raises UserError for the whole model."""
-    from hpctrain.rank.weighing import weigh
+def weigh_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[int, Weighed], dict[str, str]]:
+    """Of each size of tensor groups what a rank has, and why others, and sharded optimizers, cannot be.
+
+    Raises UserError for the whole model.
+    """
+    from hpctrain.rank.weighing import share_of, weigh
 
     weighed: dict[int, Weighed] = {}
-    reasons: dict[int, str] = {}
+    reasons: dict[str, str] = {}
     for size in sizes:
         try:
             weighed[size] = weigh(config, size, ranks)
         except UserError as error:
             if size == 1:
                 raise
-            reasons[size] = error.what
+            reasons[str(size)] = error.what
+    if ranks > 1:
+        try:
+            weighed[1] = dataclasses.replace(weighed[1], largest_share=share_of(config, ranks))
+        except UserError as error:
+            reasons[SHARDED] = error.what
     return weighed, reasons
 
 
@@ -111,7 +128,7 @@ def largest_micro_batch(config: Config, data: int) -> int:
     return -(-share // config.train.accumulate)
 
 
-def show(found: Sequence[Footprint], reasons: Mapping[int, str], limit: int | None) -> None:
+def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | None) -> None:
     """A table, and what cannot be."""
     from rich.console import Console
     from rich.table import Table
@@ -128,8 +145,9 @@ def show(found: Sequence[Footprint], reasons: Mapping[int, str], limit: int | No
         table.add_row(str(plan.tensor), str(plan.data), plan.shard, *values, *fits)
     Console(width=max(shutil.get_terminal_size().columns, WIDTH)).print(table)
     foreign_text.show(f"\na checkpoint has {size_of(found[0].checkpoint)}")
-    for size, reason in reasons.items():
-        foreign_text.show(f"not in groups of {size}: {reason}")
+    for plan_or_size, reason in reasons.items():
+        which = "with shard: optimizer" if plan_or_size == SHARDED else f"in groups of {plan_or_size}"
+        foreign_text.show(f"not {which}: {reason}")
 
 
 def size_of(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +23,8 @@ class Weighed:
     """What a forward pass keeps for the backward pass, of one sample."""
     checkpoint: int
     """The whole state of the run, on disk."""
+    largest_share: float | None = None
+    """Of the parameters that ranks update: what the rank with most has, sharded over all; None if that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,17 @@ def footprints(weighed: Mapping[int, Weighed], ranks: int, samples: Mapping[int,
     found = []
     for tensor, model in sorted(weighed.items()):
         data = ranks // tensor
-        can_shard = data > 1 and tensor == 1  # they are refused together
-        for shard in ("none", "optimizer") if can_shard else ("none",):
+        share = model.largest_share if data > 1 and tensor == 1 else None  # they are refused together
+        for shard in ("none", "optimizer") if share is not None else ("none",):
             found.append(
                 Footprint(
                     Plan(tensor, data, shard),
                     program,
                     model.parameters,
                     model.gradients,
-                    -(-model.optimizer // data) if shard == "optimizer" else model.optimizer,
+                    math.ceil(model.optimizer * share)
+                    if share is not None and shard == "optimizer"
+                    else model.optimizer,
                     model.averages,
                     round(model.activations * samples[tensor]),
                     -(-model.checkpoint // ranks),

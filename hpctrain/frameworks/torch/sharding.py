@@ -95,6 +95,18 @@ def judge(parts: Sequence[Part], device: torch.device) -> Judgement:
     return Judgement(verdicts, coupled)
 
 
+def largest_share(shares: Mapping[str, Share], judgement: Judgement, ranks: Group) -> float:
+    """How much of the bytes that are updated the rank with most would update; 1 is all. Talks to no other rank."""
+    held = [0.0] * ranks.size
+    by_rows = {one for one, verdict in judgement.verdicts.items() if verdict.by_rows}
+    for share in shares.values():
+        for piece in shard(share.pairs, by_rows, set(judgement.verdicts), ranks).shares.pieces:
+            parameter = share.pairs[piece.parameter][1]
+            if id(parameter) in judgement.verdicts:
+                held[piece.owner] += (piece.end - piece.begin) / piece.rows * parameter.nbytes
+    return max(held) / max(sum(held), 1)
+
+
 def share_out_optimizers(
     shares: Mapping[str, Share], parts: Sequence[Part], judgement: Judgement, group: Group, names: Mapping[int, str]
 ) -> Sharding:
