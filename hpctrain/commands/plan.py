@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     program = program_bytes()
     sizes = group_sizes(config, args.ranks)
     weighed, reasons = weigh_all(config, sizes, args.ranks)
+    if not weighed:
+        raise UserError(next(iter(reasons.values())), "start another number of ranks, or choose another global batch")
     samples = {size: largest_micro_batch(config, args.ranks // size) for size in weighed}
     found = footprints(weighed, args.ranks, samples, program)
     given = config.parallel
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(found, reasons, args.memory)
     if own is None:
-        what = reasons.get(SHARDED if given.tensor == 1 else str(given.tensor))
+        what = reasons.get(str(given.tensor)) or (reasons.get(SHARDED) if given.tensor == 1 else None)
         raise UserError(
             what or f"parallel.tensor is {given.tensor}, and {args.ranks} ranks do not divide into groups of that size",
             "choose one of the plans above",
@@ -107,12 +109,17 @@ def weigh_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[in
     reasons: dict[str, str] = {}
     for size in sizes:
         try:
+            largest_micro_batch(config, ranks // size)
+        except UserError as error:  # of this many groups
+            reasons[str(size)] = error.what
+            continue
+        try:
             weighed[size] = weigh(config, size, ranks)
         except UserError as error:
             if size == 1:
                 raise
             reasons[str(size)] = error.what
-    if ranks > 1:
+    if ranks > 1 and 1 in weighed:
         try:
             weighed[1] = dataclasses.replace(weighed[1], largest_share=share_of(config, ranks))
         except UserError as error:
@@ -146,8 +153,8 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
     Console(width=max(shutil.get_terminal_size().columns, WIDTH)).print(table)
     foreign_text.show(f"\na checkpoint has {size_of(found[0].checkpoint)}")
     for plan_or_size, reason in reasons.items():
-        which = "with shard: optimizer" if plan_or_size == SHARDED else f"in groups of {plan_or_size}"
-        foreign_text.show(f"not {which}: {reason}")
+        which = {SHARDED: "with shard: optimizer", "1": "with whole models"}
+        foreign_text.show(f"not {which.get(plan_or_size, f'in groups of {plan_or_size}')}: {reason}")
 
 
 def size_of(count: int) -> str:

@@ -104,14 +104,13 @@ def share_of(config: Config, ranks: int) -> float:
     sharded = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=1, shard="optimizer"))
     with made(config, 1) as model:
         task, framework = model.framework.task, model.framework
-        parts = framework.optimizer_state.every
-        features = sharded.features() | model_features(
-            framework.model, parts, False, ranks, unsuited(parts, framework.holdings)
-        )
-        refuse(features)
-        judgement = judge(parts, framework.device)
-        refuse(features | used({Feature.COUPLED: judgement.coupled}))
-        return largest_share(shares_of(task, framework.model, parts), judgement, Imagined("data", ranks))
+    parts = framework.optimizer_state.every  # it is closed: what guards an own step's optimizers is gone
+    unfit = unsuited(parts, framework.holdings)
+    features = sharded.features() | model_features(framework.model, parts, False, ranks, unfit)
+    refuse(features)
+    judgement = judge(parts, framework.device)
+    refuse(features | used({Feature.COUPLED: judgement.coupled}))
+    return largest_share(shares_of(task, framework.model, parts), judgement, Imagined("data", ranks))
 
 
 def weigh(config: Config, tensor: int, ranks: int) -> Weighed:

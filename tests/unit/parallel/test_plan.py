@@ -115,6 +115,12 @@ def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.Captur
     assert "needs" in plan(capsys, 64, run, "-n", "1", "--parallel.shard", "optimizer", "--memory", "1M")[1]
     said = plan(capsys, 64, run, "-n", "3", "--parallel.tensor", "2", "--memory", "64G")[1]
     assert "parallel.tensor is 2, and 3 ranks do not divide into groups of that size" in said
+    few = ["--train.global_batch", "4"]
+    plans, said = plan(capsys, 0, run, "-n", "8", "--parallel.tensor", "2", *few)
+    assert plans == [(2, "none"), (4, "none")] and "train.global_batch is 4 but there are 8 ranks" in said
+    assert "train.global_batch is 4 but there are 8 ranks" in plan(capsys, 64, run, "-n", "8", *few)[1]
+    assert main(["plan", str(run), "-n", "64", *few]) == 64
+    assert "train.global_batch is 4 but there are 64 ranks" in capsys.readouterr().err
 
 
 def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +131,8 @@ def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pyte
     assert plans == [(1, "none")] and "Coupled updates a parameter by what it finds in others" in said
     plans, said = plan(capsys, 64, run, "-n", "2", "--parallel.shard", "optimizer")
     assert plans == [(1, "none")] and "Coupled updates a parameter" in said
+    own = ["--task_args.uses", "[NO_CUTS, OWN_STEP, NO_VALIDATION]"]
+    assert plan(capsys, 0, run, "-n", "2", *own)[0] == [(1, "none"), (1, "optimizer")]
     plans, said = plan(capsys, 0, run, "-n", "2", "--reduce.kind", "horovod")
     assert plans == [(1, "none")] and "gradients would travel by Horovod" in said
 
