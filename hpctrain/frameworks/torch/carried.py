@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook
+from hpctrain.train.stateful import kept_state
 from hpctrain.train.training import Training
 
 
@@ -73,6 +75,11 @@ class NewEachEpoch(BaseHook):
         """The batch was the last of its epoch, or not."""
         if training.state.batch == 0:
             self.carried.load_state_dict({"hidden": None})
+
+
+def carried_by(task: TorchTask) -> str | None:
+    """Which state that a task declares is carried from batch to batch, for a person; None if there is none."""
+    return next((one.spoken for one in kept_state(task.state) if isinstance(one.value, CarriedState)), None)
 
 
 def mapped(function: Callable[..., Tensor], first: Any, *others: Any) -> Any:
