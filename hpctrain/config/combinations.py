@@ -25,6 +25,7 @@ class Feature(StrEnum):
     BEST = "checkpoint.best_metric"
     BF16 = "train.precision: bf16"
     BF16_SUMS = "reduce.compression: bf16"
+    CARRIED = "a CarriedState in state= of the task"
     CHANNELS_LAST = "train.channels_last"
     CLIP = "train.clip_norm"
     COMPILE = "train.compile"
@@ -332,6 +333,13 @@ TABLE: tuple[Row, ...] = (
         (Feature.TORCH_SCHEDULER, Feature.RATE_HOOK),
         "both a TorchScheduler and the hook {1} set the learning rate",
         "leave schedule= or the hook out of the task; a RateHook goes with a function of the step, and with schedule:",
+    ),
+    # state of each place in a batch
+    Row(
+        (Feature.CARRIED, Feature.ACCUMULATE),
+        "{0} is carried from batch to batch, and train.accumulate is {1}: a micro-batch would go on from the samples "
+        "of another one",
+        "leave train.accumulate at 1",
     ),
     # steps of one's own
     Row(

@@ -72,15 +72,20 @@ def died_first(
 ) -> list[int]:
     """The rank that the monitor saw die before any other; one that died after a rank's own error is its victim.
 
-    ``bereaved`` are ranks that MPI ended because it had lost another one; on a busy node, the lost one's death may be
-    noted later, or not at all.
+    ``bereaved`` are ranks that MPI ended because it had lost another one: one of another node, whose death may be noted
+    later, or not at all. Of one node's ranks, the first one noted died first.
     """
     first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
     noted = [rank for at, rank in deaths.noted(run_dir, attempt) if at < first_error]
     told = next((event for event in _hangs(run_dir, attempt) if event.kind == "died"), None)
     gone = [rank.rank for rank in (told.ranks if told else ()) if rank.rank is not None]
-    noted_alone, gone_alone = ([rank for rank in ranks if rank not in bereaved] for ranks in (noted, gone))
-    return noted_alone[:1] or gone_alone or noted[:1] or gone
+    seen = noted[:1] or gone
+    if not set(seen) <= set(bereaved):
+        return seen
+    hosts = {word.rank: word.host for word in words}
+    near = {hosts.get(rank) for rank in seen}
+    noted, gone = ([it for it in ranks if it not in bereaved and hosts.get(it) not in near] for ranks in (noted, gone))
+    return noted[:1] or gone or seen
 
 
 def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpctrain import CarriedState, PerRank
 from hpctrain.config.combinations import Feature
 from hpctrain.data import open_stream
 from hpctrain.parallel.tensor_words import rows
@@ -152,6 +153,7 @@ def task(uses: list[str]) -> TorchTask:
         every = "evaluation" if Feature.EVALUATION_SCHEDULER in has else "step"
         scheduler = torch.optim.lr_scheduler.StepLR
         made |= {"schedule": TorchScheduler(lambda each: scheduler(each, 1), every)}  # type: ignore[arg-type]
+    made |= {"state": {"lanes": PerRank(CarriedState(), on_other_ranks="split")}} if Feature.CARRIED in has else {}
     made |= {"hooks": [Halved()]} if Feature.RATE_HOOK in has else {}
     optimizers = {name: optimizer(model) for name, model in models.items()}
     both = {"model": models, "optimizer": optimizers}

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook
+from hpctrain.train.stateful import kept_state
 from hpctrain.train.training import Training
 
 
@@ -73,6 +76,20 @@ class NewEachEpoch(BaseHook):
         """The batch was the last of its epoch, or not."""
         if training.state.batch == 0:
             self.carried.load_state_dict({"hidden": None})
+
+
+def carried_by(task: TorchTask) -> str | None:
+    """Which state that a task declares is carried from batch to batch, for a person; None if there is none.
+
+    Raises UserError if it is not declared as each rank's own.
+    """
+    carried = [one for one in kept_state(task.state) if isinstance(one.value, CarriedState)]
+    for shared in (one for one in carried if one.rule is None):
+        raise UserError(
+            f"{shared.spoken} is a CarriedState, and not in PerRank: a resume would give all ranks the lanes of rank 0",
+            'write PerRank(carried, on_other_ranks="split")',
+        )
+    return carried[0].spoken if carried else None
 
 
 def mapped(function: Callable[..., Tensor], first: Any, *others: Any) -> Any:

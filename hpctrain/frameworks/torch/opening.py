@@ -9,6 +9,7 @@ from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import Config
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import plain_name, require_same_model
+from hpctrain.frameworks.torch.carried import carried_by
 from hpctrain.frameworks.torch.checks import model_features, require_trainable
 from hpctrain.frameworks.torch.device import pick_device, require_same_kind
 from hpctrain.frameworks.torch.framework import ReadyTask, TorchFramework, memory_format_of
@@ -60,6 +61,7 @@ def open_torch(
     ranks = world.data.size
     joins = wants_joint_statistics(model, train.sync_batchnorm)
     features = config.features() | model_features(model, parts, joins, ranks, unsuited(parts, holdings))
+    features |= used({Feature.CARRIED: carried_by(task)})
     refuse(features)
     layers = planned(model, task.tensor, config.parallel.tensor)
     shares = shares_of(task, model, parts)

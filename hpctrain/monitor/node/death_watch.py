@@ -16,29 +16,47 @@ from hpctrain.run import deaths
 
 
 def start(node: Node) -> None:
-    """Forks it, before there are threads; it ends with the ranks. Whoever waits for a file to close has it in place."""
+    """Forks it, before there are threads. Whoever waits for a file to close has it in place.
+
+    It ends with the ranks, or with the agent if they have come to their end and their processes live on.
+    """
     with contextlib.suppress(OSError):  # no more processes permitted: the launcher's words have to do
+        agent, _ = os.pipe()  # the other end closes with the agent
         if os.fork() == 0:
             try:
-                watch(node)
+                watch(node, agent)
             finally:
                 os._exit(0)
+        os.close(agent)
 
 
-def watch(node: Node) -> None:
-    """Notes deaths until every rank of the node that the agent has in sight has ended."""
+def watch(node: Node, agent: int) -> None:
+    """Notes deaths until every rank of the node that the agent has in sight has ended.
+
+    Args:
+        node: of the ranks.
+        agent: a descriptor that becomes readable when the agent ends.
+    """
     lives = {life: pid for pid, life in node.lives.items() if life >= 0}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor not in lives:
+        if descriptor not in lives and descriptor != agent:
             with contextlib.suppress(OSError):  # the listing's own
                 os.close(descriptor)
     with selectors.DefaultSelector() as selector:
-        for life in lives:
-            selector.register(life, selectors.EVENT_READ)
-        while selector.get_map():
+        for descriptor in (*lives, agent):
+            selector.register(descriptor, selectors.EVENT_READ)
+        while lives:
             for key, _ in selector.select():
                 selector.unregister(key.fd)
-                note(node, lives[key.fd])
+                if key.fd in lives:
+                    note(node, lives.pop(key.fd))
+                elif key.fd == agent:
+                    lives = {life: pid for life, pid in lives.items() if not has_finished(node, pid)}
+
+
+def has_finished(node: Node, pid: int) -> bool:
+    """Whether a process has said good-bye as all the ranks that it was."""
+    return all(head[STATE] == FINISHED for head in node.reader.heads() if int(head[PID]) == pid)
 
 
 def note(node: Node, pid: int) -> None:

@@ -70,7 +70,9 @@ class Session:
     def await_agent(self) -> None:
         """Returns when the agent watches: it notes who of its node's ranks dies first from now on."""
         if self.watching >= 0:
-            select.select([self.watching], [], [], WATCHED_S)
+            waiting = select.poll()  # select.select refuses descriptors above 1023
+            waiting.register(self.watching)
+            waiting.poll(1000 * WATCHED_S)
             self.close_pipe()
 
     def close_pipe(self) -> None:

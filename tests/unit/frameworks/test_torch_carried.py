@@ -9,6 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpctrain import CarriedState, PerRank  # noqa: E402 (after the skip)
+from hpctrain.comm.world import alone  # noqa: E402
+from hpctrain.errors import UserError  # noqa: E402
+from tests.support.torch_tasks import make_framework  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
@@ -43,3 +46,10 @@ def test_evaluation_neither_reads_nor_changes_it_and_it_can_be_split() -> None:
     assert carried.get(model) is None
     assert carried.get(model.train()).sum() == 6
     PerRank(carried, on_other_ranks="split")
+
+
+def test_it_is_each_ranks_own() -> None:
+    with pytest.raises(UserError, match=r"state 'lanes' .* not in PerRank") as refused:
+        make_framework(alone(), state={"lanes": CarriedState()})
+    assert "PerRank(" in refused.value.fix
+    make_framework(alone(), state={"lanes": PerRank(CarriedState(), on_other_ranks="split")}).close()

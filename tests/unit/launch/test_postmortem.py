@@ -32,14 +32,17 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     assert died_first(run, 2) == [3]
     assert died_first(run, 1) == [], "another attempt's"
     text = "srun: error: n2: task 3: Exited with exit code 14\nsrun: error: n1: tasks 0-1: Killed\n"
-    assert died_first(run, 2, [], bereaved(text)) == [1], "MPI ended rank 3 after it"
-    assert died_first(run, 2, [], [1, 3]) == [3], "somebody was the first"
+    far = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    near = [LastWord(rank, "n1", 1, 0.0, 0.0) for rank in range(4)]
+    assert died_first(run, 2, far, bereaved(text)) == [1], "MPI ended rank 3 after it"
+    assert died_first(run, 2, near, bereaved(text)) == [3], "it left by that number itself: one node's order is right"
+    assert died_first(run, 2, far, [1, 3]) == [3], "somebody was the first"
     gone = [{"rank": rank, "host": "n1", "steps": 8, "state": "gone", "doing": "", "stack": None} for rank in (0, 1)]
     died = {"event": "hang", "schema": 1, "time": 2.0, "step": 8, "attempt": 2, "kind": "died", "silence_s": 0.2}
     line = json.dumps({**died, "ranks": gone, "healthy": [], "waiting": 2, "action": "abort", "sentence": ""})
     run.monitor_events.write_text(f"{line}\n")
     assert died_first(run, 2) == [3], "what the first node heard of when it told of deaths is not the order"
-    assert died_first(run, 2, [], [1, 3]) == [0], "not noted, as its node ended with it"
+    assert died_first(run, 2, far, [1, 3]) == [0], "not noted, as its node ended with it"
     run.monitor_events.unlink()
     before = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0)
     assert died_first(run, 2, [before]) == []

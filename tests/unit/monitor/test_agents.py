@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hpctrain.comm.world import alone
@@ -186,6 +187,33 @@ def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
     assert "not watching this run" in capsys.readouterr().err
 
 
+def test_nothing_of_the_monitor_outlives_a_run_in_a_process_that_goes_on(tmp_path: Path) -> None:
+    with session.start(alone(), tmp_path) as monitor:
+        monitor.await_agent()
+        assert monitor.agent is not None
+        started = psutil.Process(monitor.agent.pid).children()
+        assert len(started) == 1, "the one that notes deaths"
+    wait_for("end of what the agent has started", lambda: not any(map(runs, started)))
+
+
+def runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_rank_with_thousands_of_open_files_awaits_its_agent(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(Path(os.devnull).open()).fileno() <= 1024:
+            pass
+        monitor = stack.enter_context(session.start(alone(), tmp_path))
+        assert monitor.watching > 1024
+        monitor.await_agent()
+
+
 def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
     drive(nodes, 40, slow=0, extra_s=0.0)
     nodes[0].agent.kill()
@@ -208,7 +236,10 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
     assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]
 
 
-def test_no_death_escapes_an_agent_that_says_that_it_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("agent_dies", [False, True])
+def test_no_death_escapes_an_agent_that_says_that_it_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent_dies: bool
+) -> None:
     (tmp_path / "monitor").mkdir()
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ATTEMPT, "1")
@@ -224,6 +255,9 @@ def test_no_death_escapes_an_agent_that_says_that_it_watches(tmp_path: Path, mon
     agent = session.spawn(plan, [handle, watching], RunDir(tmp_path))
     os.close(watching)
     assert select.select([watched], [], [], 60)[0], "the agent watches"
+    if agent_dies:
+        agent.kill()
+        agent.wait()
     rank.kill()
     rank.wait()  # from now on, nobody can find out that it was there
     wait_for("the note", lambda: deaths.noted(RunDir(tmp_path), 1))
