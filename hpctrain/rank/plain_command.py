@@ -14,11 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.world import EXPECTED_RANKS
-from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced
+from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, UserError
 from hpctrain.rank.convention import place_of, reserve_port, variables
 from hpctrain.rank.folder_group import FolderGroup, MeetingStopped
 from hpctrain.run.attempts import Attempts
@@ -55,20 +55,13 @@ def main() -> int:
     signals.install()
     try:
         port, environment = program_environment(run_dir, attempt, word, signals)
+        child = start_program(sys.argv[1:], environment, signals)
     except MeetingStopped:
         file.end(dataclasses.replace(word, ending=Ending.STOPPED, ended=time.time(), exit_code=ExitCode.STOPPED))
         return ExitCode.DONE
     except HpctrainError as error:
         file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, "", error.code), error.exit_code))
         return error.exit_code
-    try:
-        # There is one thread here, so a preexec_fn is safe.
-        child = subprocess.Popen(sys.argv[1:], env=environment, preexec_fn=processes.die_with_parent)  # noqa: PLW1509
-    except OSError as error:
-        what = f"cannot run {sys.argv[1]}: {error.strerror}"
-        why = ErrorWord(what, "correct launch.command", type(error).__name__, "", Code.USER_ERROR)
-        file.end(failed(word, why, ExitCode.USER_ERROR))
-        return ExitCode.USER_ERROR
     try:
         asked = watch(child, run_dir, attempt, word.rank, signals)
     except Replaced as error:
@@ -79,6 +72,29 @@ def main() -> int:
     last = ending(word, sys.argv[1], child.returncode, asked, last_line(log))
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
+
+
+def start_program(
+    words: Sequence[str], environment: Mapping[str, str], signals: StopSignals
+) -> subprocess.Popen[bytes]:
+    """The program, which gets the signals that all processes of this rank get from now on.
+
+    Raises:
+        MeetingStopped: one came before.
+        UserError: there is no such program.
+    """
+
+    def become_program() -> None:
+        processes.die_with_parent()
+        signals.leave_to_program()
+
+    with signals.held():
+        if signals.received:
+            raise MeetingStopped("the program was not started: the run is to stop", "nothing to do")
+        try:  # there is one thread here, so a preexec_fn is safe
+            return subprocess.Popen(words, env=environment, preexec_fn=become_program)  # noqa: PLW1509
+        except OSError as error:
+            raise UserError(f"cannot run {words[0]}: {error.strerror}", "correct launch.command") from error
 
 
 def program_environment(

@@ -39,6 +39,25 @@ class StopSignals:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals wait while the body starts a program, whose process calls ``leave_to_program`` before it is that.
+
+        One that schedulers send to all processes of a job would else come to nothing between fork and exec: the new
+        process notes it, as this one does, and forgets.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def leave_to_program(self) -> None:
+        """Signals end this process, one that has waited too; a program may want something else of them."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
+
     @property
     def first(self) -> int:
         """Number of the first signal, 0 if none came."""

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.rank.plain_command import ending, rank, watch
+from hpctrain.rank.folder_group import MeetingStopped
+from hpctrain.rank.plain_command import ending, rank, start_program, watch
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop
+from hpctrain.system import processes
 from hpctrain.system.signals import StopSignals
 
 WORD = LastWord(1, "n1", 1, 1.0, 0.0)
@@ -138,3 +140,20 @@ def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
     child = subprocess.Popen(["sleep", "1"])
     assert watch(child, run, 1, 1, signals)
     assert child.returncode == code
+
+
+def test_a_signal_while_a_program_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = StopSignals()
+    with monkeypatch.context() as patch:
+        # Between fork and exec the process is still this one, with its handlers.
+        patch.setattr(processes, "die_with_parent", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        signals.install()
+        try:
+            child = start_program(["sleep", "60"], os.environ, signals)
+        finally:
+            signals.restore()
+    assert child.wait(20) == -signal.SIGTERM
+    assert not signals.received
+    signals.received.append(signal.SIGTERM)
+    with pytest.raises(MeetingStopped):
+        start_program(["true"], os.environ, signals)
