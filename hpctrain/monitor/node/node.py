@@ -37,8 +37,9 @@ from hpctrain.system import processes
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
-SHORTEST_READING_S = 0.5
-"""Seconds between two readings of a host on which a rank is suspected."""
+SHORTEST_READING_S = 0.25
+"""Seconds between two readings of a host on which a rank is suspected: a second may pass until it is confirmed, and the
+first reading then tells of the time before, too."""
 RIVALS_S = 30.0
 """Seconds between searches for other processes."""
 
@@ -177,8 +178,8 @@ class Node:
         """Does what the first node's agent asks."""
         if command.kind == "kill":
             self.kill()
-        if command.kind == "look" and self.reading is not None:
-            self.next_reading = min(self.next_reading, self.reading.time + SHORTEST_READING_S)
+        if command.kind == "look":
+            return self.look(time.monotonic())
         if command.kind != "dump":
             return []
         heads = self.reader.heads()
@@ -192,6 +193,16 @@ class Node:
                 text = f"no stack: {error.strerror}\n"
             answers.append(Message("dumped", {"rank": rank, "text": text}))
         return answers
+
+    def look(self, now: float) -> list[Message]:
+        """Reads the host's counters at once, or as soon as there is something to compare."""
+        if self.reading is None:
+            return []
+        if now < self.reading.time + SHORTEST_READING_S:
+            self.next_reading = min(self.next_reading, self.reading.time + SHORTEST_READING_S)
+            return []
+        self.next_reading = now + self.plan.host_interval_s
+        return self.findings(self.reader.heads(), now)
 
     def kill(self) -> None:
         """Ends the node's ranks and what they started, except for this agent."""
