@@ -1,9 +1,13 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then run every test (those for Slurm and GPUs if there are any)
-# make check  before every commit: style, types, unit tests; under a minute
-# make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times; train every layer on
-#               4 ranks; kill and resume every ported program on 1, 2 and 4; attack the monitor's network with 4,500
-#               intruders; half an hour. Parts that have passed are not repeated after an interruption
+# make check  before every commit: style, types, unit tests; some five minutes on two cores
+# make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times, and those of plans
+#               12,000 times for every reader; train every layer on 4 ranks; kill and resume every ported program on
+#               1, 2 and 4; attack the monitor's network with 4,500 intruders, and users by prepared run folders, as a
+#               user who is not root; kill each of 8 ranks that share out models; compare programs of others with their
+#               own launchers; relaunch jobs of Slurm 200 times after the loss of a node or a rank; train 50 updates by
+#               each plan in float32; leave each exchange of each plan out once, which a test has to see; over two hours.
+#               Parts that have passed are not repeated after an interruption
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
 # make mutants  make 200 small mistakes in the modules that decide: tests have to see nine of ten; half an hour
@@ -13,7 +17,7 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-TORTURE := kills damage sweep ports intruders
+TORTURE := kills damage plans sweep ports intruders grid programs relaunches updates collectives
 
 .PHONY: demo test check lint docs docs-pictures torture mutants bench clean setup setup-dev
 
@@ -23,7 +27,8 @@ demo: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/bench
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone" tests/slurm tests/dist tests/gpu
+	$(BIN)/python -m pytest -m alone tests/dist
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit
@@ -46,12 +51,24 @@ torture: $(TORTURE:%=build/torture/%)
 
 build/torture/kills: TESTS := HPCTRAIN_KILLS=200 tests/dist/test_checkpoint_kills.py
 build/torture/damage: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_damage.py
+build/torture/plans: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_corruptions.py
 build/torture/sweep: TESTS := HPCTRAIN_SWEEP_RANKS=4 tests/dist/test_sweep.py
 build/torture/ports: TESTS := HPCTRAIN_PORTS=all tests/dist/test_ports.py
-build/torture/intruders: TESTS := HPCTRAIN_INTRUDERS=4500 tests/unit/monitor/test_door.py tests/unit/monitor/test_agents.py
+build/torture/grid: TESTS := HPCTRAIN_GRID_KILLS=all tests/dist/test_grid_kills.py
+build/torture/programs: TESTS := HPCTRAIN_FOREIGN=all tests/dist/test_foreign_programs.py tests/slurm/test_foreign_programs.py
+build/torture/intruders: TESTS := HPCTRAIN_INTRUDERS=4500 $(addprefix tests/unit/,monitor/test_door.py monitor/test_agents.py \
+	run/test_prepared_folder.py run/test_foreign_folder.py system/test_files.py)
+build/torture/intruders: AS_SOMEBODY := -m tests.support.somebody
+build/torture/relaunches: TESTS := HPCTRAIN_RELAUNCHES=200 tests/slurm/test_relaunches.py
+
+build/torture/updates: TESTS := HPCTRAIN_UPDATES=all tests/dist/test_plans_in_float32.py
+
+build/torture/collectives: | setup-dev
+	$(BIN)/python -m tests.mutants.collectives build/torture/seen
+	@touch $@
 
 build/torture/%: | setup-dev
-	env $(firstword $(TESTS)) $(BIN)/python -m pytest -q $(wordlist 2,9,$(TESTS))
+	env $(firstword $(TESTS)) $(BIN)/python $(AS_SOMEBODY) -m pytest -q $(wordlist 2,9,$(TESTS))
 	@mkdir -p $(@D) && touch $@
 
 mutants: setup-dev

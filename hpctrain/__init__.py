@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.data.dataset import Dataset, Field
     from hpctrain.data.formats.sources import open_dataset
     from hpctrain.data.order import Epoch
+    from hpctrain.data.packing.notes import packed_notes
     from hpctrain.data.packing.source import from_dataset
     from hpctrain.data.packing.write import write_hdf5
     from hpctrain.data.padding import pad
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from hpctrain.monitor.rank.session import Session as MonitorSession
     from hpctrain.monitor.rank.session import start as start_monitor
     from hpctrain.parallel.tensor_words import columns, rows, vocabulary
+    from hpctrain.parallel.torch_classes import cross_entropy
     from hpctrain.rank.fit import fit
     from hpctrain.rank.heartbeat import heartbeat
     from hpctrain.reduce.tensorflow_pieces import Pieces as KerasGradients
@@ -129,6 +131,7 @@ _HOMES = {
     "array_tensors": "hpctrain.checkpoint:array_tensors",
     "columns": "hpctrain.parallel.tensor_words:columns",
     "connect": "hpctrain.comm.world:connect",
+    "cross_entropy": "hpctrain.parallel.torch_classes:cross_entropy",
     "fit": "hpctrain.rank.fit:fit",
     "from_dataset": "hpctrain.data.packing.source:from_dataset",
     "heartbeat": "hpctrain.rank.heartbeat:heartbeat",
@@ -138,6 +141,7 @@ _HOMES = {
     "open_dataset": "hpctrain.data.formats.sources:open_dataset",
     "open_saver": "hpctrain.checkpoint:open_saver",
     "open_stream": "hpctrain.data.stream:open_stream",
+    "packed_notes": "hpctrain.data.packing.notes:packed_notes",
     "pad": "hpctrain.data.padding:pad",
     "rows": "hpctrain.parallel.tensor_words:rows",
     "start_monitor": "hpctrain.monitor.rank.session:start",
@@ -208,6 +212,7 @@ __all__ = [
     "array_tensors",
     "columns",
     "connect",
+    "cross_entropy",
     "fit",
     "from_dataset",
     "heartbeat",
@@ -217,6 +222,7 @@ __all__ = [
     "open_dataset",
     "open_saver",
     "open_stream",
+    "packed_notes",
     "pad",
     "rows",
     "start_monitor",

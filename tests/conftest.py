@@ -35,6 +35,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"this machine lacks {tool}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
+    for item in items:
+        group = "slurm" if item.get_closest_marker("slurm") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """With HPCTRAIN_CI=1 a test that is skipped for want of a tool fails: a gate that leaves tests out is none."""

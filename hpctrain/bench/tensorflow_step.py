@@ -21,7 +21,7 @@ from hpctrain.bench.ranks import write_rows
 from hpctrain.bench.step import TABLES, Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, alone, connect
-from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.frameworks.tensorflow.framework import open_keras
 from hpctrain.frameworks.tensorflow.runtime import choose_gpu, set_environment
 from hpctrain.reduce.candidates import Candidate
@@ -155,11 +155,14 @@ def make_model(name: str, world: World) -> BenchModel:
 class Ours:
     """hpctrain's own step, as the training loop calls it."""
 
-    def __init__(self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None) -> None:
+    def __init__(
+        self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None, shard: bool = False
+    ) -> None:
         task = KerasTask(problem.model, cross_entropy, problem.optimizer, None)
         samples = len(problem.batch["label"]) * world.size
         train = TrainConfig(steps=1, global_batch=samples)
-        config = Config(name="bench", task="bench:step", train=train, reduce=reduce)
+        parallel = ParallelConfig(shard="optimizer" if shard else "none")
+        config = Config(name="bench", task="bench:step", train=train, parallel=parallel, reduce=reduce)
         self.batch, self.samples = problem.batch, samples
         self.framework = open_keras(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
@@ -250,6 +253,8 @@ class Choices:
             ours.step()
             self.chosen[model] = ours.framework.reducer_name
             return ours
+        if contender == "sharded":
+            return Ours(problem, self.world, ReduceConfig(), None, shard=True)
         if contender == "densify":
             return Ours(problem, self.world, ReduceConfig(kind="mpi", sparse="densify"), None)
         if contender in ("mpi", "horovod"):

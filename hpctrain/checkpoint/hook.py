@@ -14,14 +14,15 @@ import numpy as np
 from hpctrain.checkpoint.exports.weights import MODEL
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import Source
-from hpctrain.checkpoint.object_state import OBJECTS, require_equal, restore, state_of
+from hpctrain.checkpoint.initial_match import Source, listed
+from hpctrain.checkpoint.object_state import OBJECTS, ObjectState, require_equal, restore, state_of
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.resume_compat import config_hash, differences, identity_of, in_words
 from hpctrain.checkpoint.saver import Outcome, Saver
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig, Config
 from hpctrain.errors import UserError
@@ -123,8 +124,15 @@ class CheckpointHook(BaseHook):
             self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
         elif self.config.init_from:
             source = Source(self.config.init_from, self.config.init_rename, self.config.init_missing)
-            match = load_initial(source, training.framework)
+            world = training.world
+            match = load_initial(source, training.framework, world.pipeline, world.everyone)
             self._report(InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
+        elif training.framework.valueless:
+            raise UserError(
+                f"{listed(sorted(training.framework.valueless))} of the model have no values: the task made them on "
+                "the meta device, and there is no checkpoint to resume from",
+                "set checkpoint.init_from to their values, or make the model with values",
+            )
         self.last_s = time.monotonic()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
@@ -157,8 +165,7 @@ class CheckpointHook(BaseHook):
         elif self.preparations < PREPARATIONS and self.saver.idle:
             self.preparations += 1
             with suppress(MemoryError, OSError):  # the first save tries again, and says so
-                own = state_of(self.objects, training.framework.leaves)
-                self.saver.prepare([*training.framework.state(), *own.tensors])
+                self.saver.prepare(state_to_save(training, state_of(self.objects, training.framework.leaves)))
         training.clock.mark(Phase.CHECKPOINT)
         late = time.monotonic() - self.last_s >= self._interval_s()
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)
@@ -217,7 +224,7 @@ class CheckpointHook(BaseHook):
         begin = time.monotonic()
         framework, step = training.framework, training.state.step
         objects = state_of(self.objects, framework.leaves)
-        tensors = [*framework.state(), *objects.tensors]
+        tensors = state_to_save(training, objects)
         if self.config.verify_replicated:
             verify_replicated(self.store.group, tensors, framework.synchronize, step)
         meta = {
@@ -226,7 +233,7 @@ class CheckpointHook(BaseHook):
             "framework": framework.name,
             "best": self.is_best,
             "time": time.time(),
-            "trained": trained_alone(tensors),
+            "trained": trained_alone(tensors, training.world.pipeline),
             **self.constant,
         }
         self.saver.begin(tensors, step, meta, framework.synchronize)
@@ -279,10 +286,19 @@ class CheckpointHook(BaseHook):
                     foreign_text.show(line)
 
 
-def trained_alone(tensors: Iterable[StateTensor]) -> list[str] | None:
-    """Names of the weights that updates change, if there are frozen ones beside them: an adapter's."""
+def state_to_save(training: Training, objects: ObjectState) -> list[StateTensor]:
+    """Of the framework and of objects: what they have of each rank's own is equal on all stages of a pipeline."""
+    is_first = training.world.pipeline.rank == 0
+    own = [tensor for tensor in objects.tensors if is_first or tensor.placement is not Placement.RANK]
+    return [*training.framework.state(), *own]
+
+
+def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -> list[str] | None:
+    """Names of the weights that updates change, if there are frozen ones beside them: an adapter's. Collective."""
     equal = (Placement.REPLICATED, Placement.CUT)
-    weights = {it.name: it.is_trained for it in tensors if it.name.startswith(MODEL) and it.placement in equal}
+    own = {it.name: it.is_trained for it in tensors if it.name.startswith(MODEL) and it.placement in equal}
+    everywhere = (stages or Group("alone")).allgather(own, "name the weights that are trained")
+    weights = {name: is_trained for each in everywhere for name, is_trained in each.items()}
     return None if all(weights.values()) else [name for name, is_trained in weights.items() if is_trained]
 
 
@@ -330,7 +346,7 @@ def checkpoint_hook(
     kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
     attempt = current_attempt()
     fence = lambda: Attempts(run_dir).check_fence(attempt)  # noqa: E731
-    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, fence, world.data)
+    store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, fence, world.data, world.tensor)
     identity = identity_of(config, global_batch, fingerprint)
     policy = policy_of(config.checkpoint)
     return CheckpointHook(store, policy, config.checkpoint, identity, report, hooks, fresh, state)

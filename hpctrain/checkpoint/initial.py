@@ -18,10 +18,11 @@ from hpctrain.checkpoint.format import Reader
 from hpctrain.checkpoint.format.files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.format.strict_json import parse_json
-from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
+from hpctrain.checkpoint.initial_match import Match, Source, listed, of_stages, renamed, require_meant
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
-from hpctrain.checkpoint.store import locate
+from hpctrain.checkpoint.store import CheckpointStore, locate
+from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.framework import Framework
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, lies_in, require_inside
@@ -38,14 +39,20 @@ OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetenso
 """Files of Hugging Face models and of PEFT adapters in one piece."""
 
 
-def load_initial(source: Source, framework: Framework) -> Match:
+def load_initial(
+    source: Source, framework: Framework, stages: Group | None = None, everyone: Group | None = None
+) -> Match:
     """Gives the model the weights of a source wherever name and shape agree; all else stays as it is.
 
-    A moving average of the weights begins at the weights that were taken.
+    A moving average of the weights begins at the weights that were taken. Collective over everyone.
 
     Args:
         source: run folder, checkpoint folder, folder of a Hugging Face model, or a file: .safetensors, .pt, .pth, .bin
             or .ckpt (names with or without ``model/``), or .weights.h5 for a Keras model.
+        framework: with the model, or a stage of it.
+        stages: of the model, which is judged as a whole; this one alone by default.
+        everyone: ranks that begin with the same checkpoint: if it is damaged anywhere, all take the one before. This
+            process alone by default.
 
     Raises:
         UserError: the source is not there or holds more than weights, or the model has weights that it lacks and
@@ -58,7 +65,13 @@ def load_initial(source: Source, framework: Framework) -> Match:
         from hpctrain.checkpoint.tensorflow_initial import load_keras_file
 
         return load_keras_file(source, framework)
-    return with_weights(source.path, lambda weights: load_weights(source, weights, framework))
+    present = PresentState(framework.state())
+    own = {name.removeprefix(MODEL): present.shape_of(name) for name in present if name.startswith(MODEL)}
+    wanted = of_stages(own, stages or Group("alone"))
+    alone = Group("alone")
+    return with_weights(
+        source.path, lambda weights: load_weights(source, weights, framework, wanted), everyone or alone
+    )
 
 
 @dataclass(frozen=True)
@@ -71,14 +84,21 @@ class Weights:
     """Logical types."""
 
 
-def load_weights(source: Source, weights: Weights, framework: Framework) -> Match:
-    """Gives the model what fits."""
+def load_weights(
+    source: Source, weights: Weights, framework: Framework, wanted: Mapping[str, tuple[int, ...]]
+) -> Match:
+    """Gives the model what fits; ``wanted`` are the shapes of all of its weights, on whatever stage."""
     old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
     state = framework.state()
     present = PresentState(state)
-    wanted = {name.removeprefix(MODEL): present.shape_of(name) for name in present if name.startswith(MODEL)}
     shapes = {name: weights.arrays.shape_of(old) for name, old in old_names.items()}
     match = require_meant(source, wanted, shapes)
+    if lost := [name for name in (*match.missing, *match.reshaped) if name in framework.valueless]:
+        raise UserError(
+            f"{source.path} has no values for {listed(lost)}, and neither has the model: the task made them on the "
+            "meta device",
+            "make these layers with values, outside of torch.device('meta')",
+        )
     taken = frozenset(match.taken)
     places: dict[str, Place] = {name: (present, name) for name in present}
     for name in present:
@@ -96,8 +116,11 @@ def load_weights(source: Source, weights: Weights, framework: Framework) -> Matc
     return match
 
 
-def with_weights(path: str, use: Callable[[Weights], T]) -> T:
-    """What ``use`` makes of a source's weights, by name without ``model/``. Every rank reads them by itself."""
+def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:
+    """What ``use`` makes of a source's weights, by name without ``model/``. Every rank reads what it asks for.
+
+    Collective: of a checkpoint, one rank reads the manifest for all, and all take the same one.
+    """
     files = files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
     if files:
         return use(joined(map(weights_of_file, files)))
@@ -108,7 +131,8 @@ def with_weights(path: str, use: Callable[[Weights], T]) -> T:
         return {}
 
     store, step = locate(path)
-    store.load_into(take, step)
+    own_of_nobody = Group("alone")  # of what ranks had of their own, a new run begins with the mean
+    CheckpointStore(store.path, group=group, peers=own_of_nobody).load_into(take, step)
     return found[-1]
 
 

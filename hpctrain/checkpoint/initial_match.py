@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.frameworks import plain_name
 
@@ -50,6 +51,12 @@ def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple
         unexpected=tuple(name for name in found if name not in wanted),
         reshaped=tuple(name for name in both if wanted[name] != found[name]),
     )
+
+
+def of_stages(own: Mapping[str, tuple[int, ...]], stages: Group) -> dict[str, tuple[int, ...]]:
+    """Shapes of a whole model's weights by name, of those of one of its stages. Collective."""
+    each = stages.allgather({name: list(shape) for name, shape in own.items()}, "list the weights of the model")
+    return {name: tuple(shape) for one in each for name, shape in one.items()}
 
 
 def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> dict[str, T]:

@@ -42,8 +42,9 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
     holders = [index % group.size for index in range(count)]
     pending = list(range(count))
     reason = ""
-    for pause_s in (0.0, *PAUSES_S):
-        time.sleep(pause_s)
+    for pause_s in (None, *PAUSES_S):
+        if pause_s is not None:
+            time.sleep(pause_s)
         problems: list[tuple[int, str, str, str]] = []
         for index in pending:
             try:

@@ -141,7 +141,7 @@ class Saver:
         writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
         token: distinguishes this saver's folders from those of others; equal on all ranks.
         allocate: gives staging memory of this many bytes, uint8, contiguous (pinned, for GPUs).
-        peers: ranks of the group that have state of their own, see ``CheckpointStore``; by default all.
+        peers, copies: ranks of the group, see ``CheckpointStore``; by default all, and this one.
     """
 
     def __init__(
@@ -153,11 +153,13 @@ class Saver:
         token: str,
         allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
         peers: Group | None = None,
+        copies: Group | None = None,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.group = group
         self.peers = peers or group
+        self.copies = copies or Group("alone")
         self.writers = tuple(writers)
         self.token = token
         self.allocate = allocate
@@ -230,7 +232,7 @@ class Saver:
         num_bytes[Placement.CUT] = sum(
             spec.num_bytes * self.group.size // where.copies for _, spec, where in cut if where
         )
-        own = specs[Placement.RANK] if self.group.rank % (self.group.size // self.peers.size) == 0 else {}
+        own = specs[Placement.RANK] if self.copies.rank == 0 else {}
         own |= specs[Placement.FIRST] if self.group.rank == 0 else {}
         sources = [*pieces_of_cut(cut), *((index, whole(spec)) for index, spec in own.items())]
         if self.group.rank in self.writers:

@@ -38,6 +38,8 @@ class CheckpointStore(CheckpointFolder):
         fence: called before each commit and each removal; raises Replaced if this process may no longer write.
         peers: data-parallel ranks (``World.data``), if several ranks of the group share out a model: state of a rank's
             own is that of its rank there. By default the group.
+        copies: ranks that give the same state of their own (``World.tensor``), of which the first writes it. By default
+            this rank alone.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class CheckpointStore(CheckpointFolder):
         group: Group | None = None,
         fence: Callable[[], None] = no_fence,
         peers: Group | None = None,
+        copies: Group | None = None,
     ) -> None:
         super().__init__(path, fence)
         self.keep = keep
         self.group = group or Group("alone")
         self.peers = peers or self.group
+        self.copies = copies
         self.saver: Saver | None = None
 
     def save(
@@ -149,7 +153,7 @@ def open_saver(
     """
     token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
     among = range(store.group.size) if writers is None else writers
-    return Saver(store, store.keep, store.group, among, token, allocate, store.peers)
+    return Saver(store, store.keep, store.group, among, token, allocate, store.peers, store.copies)
 
 
 def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:

@@ -18,8 +18,6 @@ from pathlib import Path
 import h5py
 
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format import shard_index
-from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.layout import (
     ITEM_TYPES,
     DamagedCheckpoint,
@@ -64,7 +62,6 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
         for index, shard in enumerate(manifest.shards):
             try:
                 patiently(partial(check_shard, folder, shard))
-                patiently(partial(check_index, folder, shard))
                 sound.append(index)
             except DamagedCheckpoint as error:
                 problems.append(error.what)
@@ -75,16 +72,6 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
     except (UnreadableCheckpoint, UserError) as error:
         return Verdict(step, folder, num_bytes, (*problems, error.what), readable=False)
     return Verdict(step, folder, num_bytes, tuple(problems))
-
-
-def check_index(folder: Path, shard: Shard) -> None:
-    """Raises DamagedCheckpoint unless a shard's own index says what the manifest does."""
-    if shard.has_index:
-        path = folder / shard.file
-        with reading(path) as descriptor:
-            text = shard_index.read_text(descriptor, path)
-        if shard_index.parse_text(text, str(path)) != shard:
-            raise DamagedCheckpoint(f"{path} has an index that differs from the manifest")
 
 
 def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:

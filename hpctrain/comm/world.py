@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, MissingExtra, UserError
@@ -15,6 +15,7 @@ from hpctrain.errors import Code, MissingExtra, UserError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
 """Open MPI's one-sided transport over libfabric: no use on one machine, and it sleeps for a second to find that out."""
@@ -26,14 +27,15 @@ LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 class World:
     """The ranks of this run and this process's place among them.
 
-    ``data`` holds the ranks that see different samples and average their gradients, ``tensor`` those that share out the
-    layers of one model and see the same samples. Ask the group that is meant, not the world.
+    ``data`` holds the ranks that see different samples and average their gradients, ``tensor`` those that share out
+    each layer of one model, and ``pipeline`` those that have different layers of it; the latter two see the same
+    samples. Ask the group that is meant, not the world.
     """
 
     everyone: Group
     """All ranks."""
     data: Group
-    """Data-parallel peers: ranks of equal index in their tensor groups."""
+    """Data-parallel peers: ranks of equal index in their tensor and pipeline groups."""
     local: Group
     """Ranks on this node: those that can share memory with this one."""
     node: int
@@ -44,6 +46,9 @@ class World:
     """Name of this node."""
     tensor: Group = field(default_factory=lambda: Group("tensor"))
     """Neighbours among which layers are cut; this process alone unless ``parallel.tensor`` says otherwise."""
+    pipeline: Group = field(default_factory=lambda: Group("pipeline"))
+    """Stages of one model, in the order of its layers: this rank's is ``pipeline.rank``. This process alone unless
+    ``parallel.pipeline`` says otherwise."""
 
     @property
     def rank(self) -> int:
@@ -68,6 +73,14 @@ class World:
     def rank_of(self, data_rank: int) -> int:
         """The first of the ranks whose index in their data groups this is: they do the same with the same samples."""
         return data_rank * self.tensor.size
+
+    def same(self, value: T, what: str) -> T:
+        """What rank 0 has, on all ranks, of what groups of ranks have computed apart: they may differ in a last bit.
+
+        Collective if ranks share out models; else ranks have the same already. ``what`` completes "waited for the other
+        ranks to ...".
+        """
+        return value if self.data.size == self.size else self.everyone.broadcast(value, what)
 
 
 def alone() -> World:
@@ -111,19 +124,27 @@ def connect(expected: int | None = None) -> World:
     return world
 
 
-def in_grid(world: World, tensor: int) -> World:
-    """The world with neighbours in tensor groups of this size, and data groups across them. Collective.
+def in_grid(world: World, tensor: int, pipeline: int = 1) -> World:
+    """The world with its grid of groups. Collective.
+
+    Neighbours make up a tensor group; then come the tensor groups of other samples, then those of the next stage:
+    rank = (stage * data size + data rank) * tensor + tensor rank.
+
+    Args:
+        world: of all ranks.
+        tensor: size of a tensor group.
+        pipeline: number of stages.
 
     Raises:
-        UserError: the ranks do not divide into such groups, or one would lie on several nodes; on all ranks.
+        UserError: the ranks do not divide into such groups, or a tensor group would lie on several nodes; on all ranks.
     """
-    if tensor == 1:
+    if tensor == pipeline == 1:
         return world
-    if world.size % tensor:
+    if world.size % (tensor * pipeline):
         raise UserError(
-            f"parallel.tensor is {tensor}, and {world.size} {'ranks do' if world.size > 1 else 'rank does'} not divide "
-            "into groups of that size",
-            f"start a multiple of {tensor} ranks, or set parallel.tensor to 1",
+            undivided(world.size, tensor, pipeline),
+            f"start a multiple of {tensor * pipeline} ranks, or set "
+            f"{' and '.join(sizes_over_one(tensor, pipeline))} to 1",
         )
     nodes = world.everyone.allgather(world.node, "find the nodes of the tensor groups")
     for first in range(0, world.size, tensor):
@@ -134,8 +155,28 @@ def in_grid(world: World, tensor: int) -> World:
                 f"start a multiple of {tensor} ranks on each node, one node after the other (Slurm: "
                 "--distribution=block)",
             )
-    data_rank, index = divmod(world.rank, tensor)
-    return replace(world, tensor=world.everyone.split("tensor", data_rank), data=world.everyone.split("data", index))
+    stage, place = divmod(world.rank, world.size // pipeline)
+    split = world.everyone.split
+    return replace(
+        world,
+        data=split("data", stage * tensor + world.rank % tensor),
+        tensor=split("tensor", world.rank // tensor) if tensor > 1 else world.tensor,
+        pipeline=split("pipeline", place) if pipeline > 1 else world.pipeline,
+    )
+
+
+def sizes_over_one(tensor: int, pipeline: int) -> dict[str, int]:
+    """By key of the run file."""
+    sizes = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
+    return {key: size for key, size in sizes.items() if size > 1}
+
+
+def undivided(ranks: int, tensor: int, pipeline: int) -> str:
+    """Says that so many ranks do not make whole models."""
+    keys = sizes_over_one(tensor, pipeline)
+    given = " and ".join(f"{key} is {size}" for key, size in keys.items())
+    groups = "that size" if len(keys) == 1 else f"{tensor * pipeline} for each model"
+    return f"{given}, and {ranks} {'ranks do' if ranks > 1 else 'rank does'} not divide into groups of {groups}"
 
 
 @contextlib.contextmanager

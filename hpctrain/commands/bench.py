@@ -11,6 +11,7 @@ BENCHMARKS = {
     "reduce": "the exchange of gradients alone, by size and reducer",
     "data": "samples per second, and whether prefetch hides the reading",
     "checkpoint": "stall, write and read of a checkpoint beside raw writes, torch.save and DCP",
+    "parallel": "plans that share out a model beside one process, DTensor, torch's pipelining, ZeRO and FSDP2",
     "scaling": "a run at several sizes: efficiency, where time goes, how many nodes are worth it",
     "simulate": "what very many ranks cost the processes that deal with all of them, and how that grows",
     "straggler": "recall, precision and latency of the monitor on replayed slow-downs",

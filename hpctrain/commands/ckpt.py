@@ -194,6 +194,8 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> None:
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
+    import numpy as np
+
     from hpctrain.checkpoint.exports import Selection, model_weights, replace_whole
     from hpctrain.checkpoint.format import Reader
     from hpctrain.comm.world import alone
@@ -201,12 +203,12 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
-    from hpctrain.train.saved_arrays import DerivedArrays
+    from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
-    if dataclasses.replace(selection, averaged=False) != Selection():
+    if dataclasses.replace(selection, averaged=False, lora_alpha=None) != Selection():
         raise UserError(
             "a .weights.h5 file holds all weights of a model, by their places in it",
-            "export to a .safetensors file, or without --trainable-only, --merge-lora and --rename",
+            "export to a .safetensors file, or without --trainable-only and --rename",
         )
     if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
@@ -222,7 +224,13 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.checkpoint.exports import export_keras
 
     weights, _ = model_weights(loaded, selection)
-    arrays = DerivedArrays({f"model/{name}": (weights, name) for name in weights})
+    places: dict[str, Place] = {f"model/{name}": (weights, name) for name in weights}
+    if selection.lora_alpha is not None:  # the task's model has adapters as well, which Keras adds as it saves
+        every, _ = model_weights(loaded, dataclasses.replace(selection, lora_alpha=None))
+        merged = (name for name in every if name not in weights)
+        zeros = HeldArrays({name: np.zeros(every.shape_of(name), every.dtype_of(name)) for name in merged})
+        places |= {f"model/{name}": (zeros, name) for name in zeros}
+    arrays = DerivedArrays(places)
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 

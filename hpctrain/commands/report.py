@@ -56,7 +56,8 @@ def report(args: argparse.Namespace) -> int:
         )
         return 0
     path = Path(args.output) if args.output else view.path / "report.html"
-    sections = page.make_sections(data, plots.heat_maps(view.heat_map()), view.figures())
+    excess = view.heat_map()
+    sections = page.make_sections(data, plots.heat_maps(excess), view.figures(), excess, view.plans())
     write_atomically(path, page.render(data, explain_run(data), sections, view.pictures()).encode())
     foreign_text.show(str(path))
     if args.svg:

@@ -44,8 +44,13 @@ def logs(args: argparse.Namespace) -> int:
         for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
             foreign_text.show(text, end="")
         return ExitCode.DONE
-    data = [{"file": str(log.path), "rank": log.rank, "attempt": log.attempt} for log in found]
-    show(args, data, [f"==> {log.path} <==\n{run_logs.read(log.path)}" for log in found])
+    places = run_logs.places(run, found)
+    data = [
+        {"file": str(log.path), "rank": log.rank, "attempt": log.attempt, "place": place.strip(" ()") or None}
+        for log, place in zip(found, places, strict=True)
+    ]
+    pairs = zip(found, places, strict=True)
+    show(args, data, [f"==> {log.path}{place} <==\n{run_logs.read(log.path)}" for log, place in pairs])
     return ExitCode.DONE
 
 

@@ -102,7 +102,8 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = wiring.make_validation(config, session.world, dataset, problem.task.collate)
         path = Path(args.output or RunDir.for_config(config).path / "predictions.h5")
-        write_predictions(framework, data, session.world.data, path, session.world.tensor.rank == 0)
+        writes = session.world.tensor.rank == 0 and session.world.pipeline.rank == 0
+        write_predictions(framework, data, session.world.data, path, writes)
         if session.world.rank == 0:
             foreign_text.show(f"{len(dataset)} predictions of step {step} in {path}")
         return Outcome(StopReason.COMPLETED, step)

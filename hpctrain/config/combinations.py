@@ -25,6 +25,7 @@ class Feature(StrEnum):
     BEST = "checkpoint.best_metric"
     BF16 = "train.precision: bf16"
     BF16_SUMS = "reduce.compression: bf16"
+    BUILT_OPTIMIZER = "a Keras optimizer that the task has built"
     CARRIED = "a CarriedState in state= of the task"
     CHANNELS_LAST = "train.channels_last"
     CLIP = "train.clip_norm"
@@ -38,10 +39,13 @@ class Feature(StrEnum):
     EPOCHS = "train.epochs"
     EVALUATION_SCHEDULER = "TorchScheduler(every='evaluation')"
     EXPONENTIAL = "schedule.kind: exponential"
+    EXTRA_STATE = "modules with extra state"
     FP16 = "train.precision: fp16"
     FP16_SUMS = "reduce.compression: fp16"
     FP32_MODEL = "a Keras model that computes in float32"
     GATHER = "ctx.gather"
+    GLOBAL_CLIPNORM = "global_clipnorm of a Keras optimizer"
+    GRASPED_MODEL = "a loss, forward or metric that holds parts of the model"
     GROUP_RATES = "a rate for each parameter group"
     HALF_PARAMETERS = "parameters of 16 bits"
     HOROVOD = "reduce.kind: horovod"
@@ -50,12 +54,15 @@ class Feature(StrEnum):
     KERAS = "a KerasTask"
     KERAS_SCHEDULE = "a Keras schedule in the optimizer"
     LOSS_SCALE = "a LossScaleOptimizer"
+    MAX_NORM = "an embedding with max_norm"
     METRICS = "metrics of the task"
+    MIXED_PARAMETERS = "parameters of several types"
     NO_CHECKPOINTS = "checkpoint.enabled: false"
     NO_EVALUATIONS = "train.eval_every_epochs: null"
     NO_CUTS = "no tensor= in the task"
     NO_FORWARD = "no forward"
     NO_JUDGE = "nothing that says how to evaluate"
+    NO_LAYERS = "no layers= in the task, and no nn.Sequential"
     NO_REDUCER = "reduce.kind: none"
     NO_SPLIT = "no ctx.split"
     NO_VALIDATION = "no validation data"
@@ -64,6 +71,9 @@ class Feature(StrEnum):
     OVERLAP = "reduce.overlap: on"
     OWN_OPTIMIZER_STATE = "an optimizer that holds others, or state outside of its state"
     OWN_STEP = "a step of the task's own (PyTorch)"
+    PARAMETER_HOOKS = "hooks of a parameter's gradient"
+    PER_RANK = "a PerRank in state= of the task"
+    PIPELINE = "parallel.pipeline"
     PLATEAU = "schedule.plateau.metric"
     RANKS = "several ranks"
     RATE_HOOK = "a RateHook"
@@ -74,6 +84,7 @@ class Feature(StrEnum):
     SEVERAL_MODELS = "several models"
     SEVERAL_OPTIMIZERS = "several optimizers"
     SHARD = "parallel.shard: optimizer"
+    SHARD_PARAMETERS = "parallel.shard: parameters"
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
     SPARSE_ROWS = "an embedding with sparse=True"
@@ -86,13 +97,16 @@ class Feature(StrEnum):
     TASK_SCHEDULE = "schedule of the task"
     TENSOR = "parallel.tensor"
     TEST_STEP = "an evaluation by the model's own steps"
+    TORCH_METRICS = "metrics of torchmetrics"
     TORCH_SCHEDULER = "a TorchScheduler"
     TRAIN_STEP = "a train_step of the model's own (Keras)"
     VALIDATION = "validation data"
+    VALUELESS = "parameters on the meta device"
     VERIFY = "reduce.verify_every_steps"
     VOLUMES = "layers for volumes, whose parameters have 5 dimensions"
     WARMUP = "a warm-up in the run file"
     WARMUP_EPOCHS = "schedule.warmup_epochs"
+    WHOLE_TENSORS = "an optimizer that does not go by rows"
     WORKERS = "data.workers"
     WRAP = "launch.slurm.wrap"
 
@@ -186,27 +200,132 @@ OF_TENSOR_GROUPS = {
         "leave the hooks out: train.clip_norm clips by the whole gradient; hooks= of the task are called after updates",
     ),
     Feature.RECOMPUTE: ("train.recompute is given, which computes a layer on one rank alone", "leave one of them out"),
-    Feature.SHARD: ("parallel.shard is optimizer, which knows nothing of layers that are cut", "leave one of them out"),
+}
+OF_STAGES = {
+    Feature.KERAS: ("the task is a KerasTask", "set parallel.pipeline to 1, or write the model in PyTorch"),
+    Feature.OWN_STEP: (
+        "the task has a step of its own, which is not cut into passes forward and back",
+        "give the task loss= and optimizer=, without step=",
+    ),
+    Feature.NO_LAYERS: (
+        "the task does not say what the layers of its model are",
+        "return TorchTask(..., layers=lambda model: [model.embed, *model.blocks, model.head]), or an nn.Sequential",
+    ),
+    Feature.COMPILE: ("train.compile is true: ranks meet inside of the model", "leave train.compile out"),
+    Feature.COMPILED_MODEL: (
+        "{1} is compiled, so that nobody sees which parameters its layers have",
+        "leave torch.compile and torch.jit out of the task",
+    ),
+    Feature.JOINT_LAYERS: (
+        "{1} normalises over the samples of all ranks, which pass micro-batches at their own times",
+        "leave train.sync_batchnorm out: each rank then normalises over its micro-batches",
+    ),
+    Feature.SPARSE_ROWS: ("{1} has sparse gradients", "leave sparse=True out"),
+    Feature.OWN_OPTIMIZER_STATE: (
+        "{1} holds other optimizers, or state that is in neither its state nor its param_groups",
+        "give the task a plain optimizer, or a list of them",
+    ),
+    Feature.STEP_HOOKS: (
+        "{1} has hooks of its step (register_step_pre_hook), which see the gradients of one stage",
+        "leave the hooks out: train.clip_norm clips by the whole gradient; hooks= of the task are called after updates",
+    ),
+    Feature.COUPLED: (
+        "{1} updates a parameter by what it finds in others, of which each stage has some",
+        "use another optimizer, such as AdamW",
+    ),
+    Feature.EXTRA_STATE: (
+        "a {1} of the task has extra state (get_extra_state), of which each stage would have another one",
+        "keep it in buffers",
+    ),
+    Feature.GRASPED_MODEL: (
+        "{1} of the task holds the model or a part of it, and each stage has other layers: penalties, for one, would "
+        "be those of one stage",
+        "let it work on its arguments alone: what it needs of the layers the last one returns, and weight decay is the "
+        "optimizer's",
+    ),
+    Feature.PER_RANK: (
+        "state {1!r} of the task is each rank's own: layers and loss would change it on different ranks",
+        "keep it in buffers of the model, or change it in hooks and without PerRank",
+    ),
 }
 SHARDED = "parallel.shard is optimizer"
+DIVIDED = "parallel.shard is parameters"
 OF_SHARDS = {
     Feature.HOROVOD: ("gradients would travel by Horovod to all ranks", "set reduce.kind: auto, or leave it out"),
     Feature.OVERLAP: ("gradients travel after the backward pass", "leave reduce.overlap at auto"),
     Feature.BF16_SUMS: ("gradients travel as they are", "leave reduce.compression out"),
     Feature.FP16_SUMS: ("gradients travel as they are", "leave reduce.compression out"),
-    Feature.KERAS: ("the task is a KerasTask", "leave parallel.shard out: it is for PyTorch"),
     Feature.SPARSE_ADAM: (
         "SparseAdam, which updates {1}, takes sparse gradients alone",
         "leave parallel.shard out, or use Adam",
     ),
     Feature.OWN_OPTIMIZER_STATE: (
         "{1} holds other optimizers, or state that is in neither its state nor its param_groups, which cannot be cut",
-        "leave parallel.shard out, or give the task a list of plain optimizers",
+        "leave parallel.shard out, or give the task plain optimizers",
     ),
     Feature.STEP_HOOKS: (
         "{1} has hooks of its step (register_step_pre_hook), which see gradients and updates of a part",
         "leave the hooks out: train.clip_norm clips by the whole gradient, train.ema_decay averages weights, and "
         "hooks= of the task are called after updates",
+    ),
+}
+OF_KERAS_SHARDS = {
+    Feature.TRAIN_STEP: (
+        "{1} has a train_step of its own, in which its optimizers update whole weights",
+        "leave parallel.shard out, or give the task loss= and optimizer=, and the model no train_step",
+    ),
+    Feature.BUILT_OPTIMIZER: (
+        "{1} was built by the task, with state for whole weights",
+        "leave optimizer.build out of the task, or parallel.shard",
+    ),
+    Feature.GLOBAL_CLIPNORM: (
+        "{1} has global_clipnorm, and would clip by the gradients of a part",
+        "set train.clip_norm in its place, which clips by the whole gradient, or leave parallel.shard out",
+    ),
+}
+OF_PARAMETER_SHARDS = OF_SHARDS | {
+    Feature.KERAS: ("the task is a KerasTask", "set parallel.shard: optimizer, or write the model in PyTorch"),
+    Feature.SEVERAL_MODELS: (
+        "the task has several models, none of which calls the others",
+        "give the task one model, or set parallel.shard: optimizer",
+    ),
+    Feature.SPARSE_ROWS: ("{1} has sparse gradients", "leave sparse=True out, or set parallel.shard: optimizer"),
+    Feature.OWN_STEP: (
+        "the task has a step of its own, whose passes other ranks could not follow",
+        "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
+    ),
+    **{
+        feature: OF_TENSOR_GROUPS[feature]
+        for feature in (Feature.COMPILE, Feature.COMPILED_MODEL, Feature.JOINT_LAYERS)
+    },
+    Feature.CHANNELS_LAST: (
+        "train.channels_last is true: rows of a parameter would not lie one behind the other",
+        "leave train.channels_last out, or set parallel.shard: optimizer",
+    ),
+    Feature.PIPELINE: (
+        "parallel.pipeline is {1}, which would gather each layer for each of its micro-batches",
+        "set parallel.pipeline to 1, or parallel.shard: optimizer",
+    ),
+    Feature.VERIFY: (
+        "reduce.verify_every_steps is {1}: each rank has rows of its own, and no other one to compare them with",
+        "leave reduce.verify_every_steps out",
+    ),
+    Feature.MIXED_PARAMETERS: (
+        "the model has parameters of {1}, which do not travel together",
+        "give all parameters that are trained one type, or set parallel.shard: optimizer",
+    ),
+    Feature.PARAMETER_HOOKS: (
+        "{1} has hooks of its gradient (register_hook), which would never be called",
+        "leave the hooks out: train.clip_norm clips gradients, and the optimizer's groups have rates of their own; or "
+        "set parallel.shard: optimizer",
+    ),
+    Feature.VALUELESS: (
+        "the task made {1} on the meta device: rows are made of whole parameters",
+        "make the model with values, or share it out by parallel.tensor or parallel.pipeline",
+    ),
+    Feature.TORCH_METRICS: (
+        "{1} of the task is of torchmetrics, which would itself ask all ranks as soon as torch.distributed is open",
+        "write it as an hpctrain.Metric or as a function, or set parallel.shard: optimizer",
     ),
 }
 
@@ -255,17 +374,47 @@ TABLE: tuple[Row, ...] = (
         "reduce.kind is none but there are {1} ranks, which would train apart",
         "set reduce.kind: auto, or start one rank",
     ),
+    Row(
+        (Feature.MAX_NORM, Feature.RANKS),
+        "{0} is an embedding with max_norm, which changes rows in the forward pass: each of the {1} ranks would change "
+        "those of its own samples alone",
+        "leave max_norm out, and bound the rows in a hook of the task, after each update",
+    ),
+    Row(
+        (Feature.VALUELESS, Feature.NO_CHECKPOINTS),
+        "the task made {0} on the meta device, but checkpoint.enabled is false, so that it never gets values",
+        "leave checkpoint.enabled out and set checkpoint.init_from; or make the model with values",
+    ),
     # models that are shared out
     *(
         Row((Feature.TENSOR, feature), f"parallel.tensor is {{0}}, and {what}", fix)
         for feature, (what, fix) in OF_TENSOR_GROUPS.items()
     ),
-    *(Row((Feature.SHARD, feature), f"{SHARDED}, and {what}", fix) for feature, (what, fix) in OF_SHARDS.items()),
+    *(
+        Row((Feature.PIPELINE, feature), f"parallel.pipeline is {{0}}, and {what}", fix)
+        for feature, (what, fix) in OF_STAGES.items()
+    ),
+    *(
+        Row((shard, feature), f"{given}, and {what}", fix)
+        for shard, given, of in (
+            (Feature.SHARD, SHARDED, OF_SHARDS | OF_KERAS_SHARDS),
+            (Feature.SHARD_PARAMETERS, DIVIDED, OF_PARAMETER_SHARDS),
+        )
+        for feature, (what, fix) in of.items()
+    ),
+    *(
+        Row(
+            (shard, Feature.COUPLED, Feature.RANKS),
+            f"{given}, and {{1}} updates a parameter by what it finds in others, so that ranks that have a part of "
+            "them would train another model",
+            "leave parallel.shard out, or use another optimizer, such as AdamW",
+        )
+        for shard, given in ((Feature.SHARD, SHARDED), (Feature.SHARD_PARAMETERS, DIVIDED))
+    ),
     Row(
-        (Feature.SHARD, Feature.COUPLED, Feature.RANKS),
-        f"{SHARDED}, and {{1}} updates a parameter by what it finds in others, so that ranks that have a part of them "
-        "would train another model",
-        "leave parallel.shard out, or use another optimizer, such as AdamW",
+        (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS),
+        f"{DIVIDED}, and {{1}}",
+        "use an optimizer that updates each element by itself, such as AdamW, or set parallel.shard: optimizer",
     ),
     # streams
     *(

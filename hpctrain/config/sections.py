@@ -211,12 +211,17 @@ class ParallelConfig:
     tensor: int = 1
     """PyTorch: ranks, on one node, that share out the layers which the task names in tensor=. Each such group trains on
     its own samples."""
-    shard: Literal["none", "optimizer"] = "none"
-    """PyTorch: what each rank holds only a part of. optimizer: the optimizer's state (ZeRO-1); each rank updates its
-    rows of the parameters, and all get them. The numbers and checkpoints are the same."""
+    pipeline: int = 1
+    """PyTorch: stages that the layers of the model are shared out among, one after the other: of layers= of the task,
+    or of nn.Sequential. The micro-batches of train.accumulate follow each other through them."""
+    shard: Literal["none", "optimizer", "parameters"] = "none"
+    """What each rank holds only a part of. optimizer: the optimizer's state (ZeRO-1); each rank updates its rows of
+    the parameters, and all get them. parameters (PyTorch): the parameters, too, and their gradients (FSDP2); a layer
+    is whole while it computes. The numbers and checkpoints are the same."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tensor", self.tensor, 1)
+        at_least("parallel.pipeline", self.pipeline, 1)
 
 
 @dataclass(frozen=True)
@@ -594,10 +599,12 @@ class Config:
             Feature.NO_CHECKPOINTS: not checkpoint.enabled,
             Feature.NO_EVALUATIONS: train.eval_every_epochs is None and train.eval_every_steps is None,
             Feature.ONE_CYCLE: schedule.kind == "one_cycle",
+            Feature.PIPELINE: self.parallel.pipeline > 1 and self.parallel.pipeline,
             Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
             Feature.RECOMPUTE: train.recompute,
             Feature.SCHEDULE: schedule != ScheduleConfig(),
             Feature.SHARD: self.parallel.shard == "optimizer",
+            Feature.SHARD_PARAMETERS: self.parallel.shard == "parameters",
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.sources import CACHE_BYTES, ConcatDataset, open_dataset
+from hpctrain.data.packing.notes import packed_notes
 
 BATCH = 256
 
@@ -39,10 +41,17 @@ def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[s
             for name, field in dataset.fields.items()
         ],
         "fingerprint": dataset.fingerprint(),
+        "notes": common_notes([file.path for file in files if isinstance(file, Hdf5Dataset)]),
         "random": speed(dataset, lambda begin, end: rng.integers(0, len(dataset), end - begin), seconds, sample_bytes),
         "sequential": speed(dataset, np.arange, seconds, sample_bytes),
         "hints": hints(set(layouts.values()), len(dataset) * sample_bytes),
     }
+
+
+def common_notes(paths: Sequence[Path]) -> dict[str, Any]:
+    """What all files say alike about themselves."""
+    first, *others = [packed_notes(path) for path in paths] or [{}]
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def layout(files: list[Dataset] | Any, name: str) -> str:

@@ -51,3 +51,8 @@ class LossScale:
         """Takes over a saved state, if there is one."""
         if self.name in arrays:
             self.state[:] = arrays[self.name]
+
+
+def loss_scale_of(optimizer: str) -> LossScale:
+    """With a name of its own if the optimizer has one."""
+    return LossScale(f"{NAME}/{optimizer}") if optimizer else LossScale()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.errors import GENERAL, Code, ExitCode, HpctrainError, Replaced, code_of
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
+from hpctrain.launch.patience import Stopped
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -72,6 +73,8 @@ def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | Verdi
     """What to start, or the verdict on an attempt that cannot start."""
     try:
         return make_launch(number)
+    except Stopped as error:
+        return Verdict(Action.STOP, error.exit_code, error.what, error.fix, code=error.code)
     except HpctrainError as error:
         code = code_of(error)
         code = Code.PREFLIGHT if code in GENERAL else code

@@ -18,7 +18,7 @@ from hpctrain.monitor.window import COLUMNS
 from hpctrain.system import processes, shared_memory
 
 # Heartbeat: the first numbers of a slot.
-PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE = range(9)
+PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR, LAYERS = range(11)
 HEADER = 16
 ROW = 16
 assert COLUMNS <= ROW

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from hpctrain.parallel.pipeline import bubble
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """Of a model whose parameters are sharded."""
+
+    share: float
+    """Of all state: what the rank with most has."""
+    gathered: int
+    """Bytes of the parameters that are whole at a time: those outside of layers, a layer, and the next one."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the ranks of a tensor group add up in a forward and a backward pass; to gather counts as half a sum of what
+    is gathered, since its messages and bytes are half of those."""
+
+    count: float = 0.0
+    """Of a micro-batch."""
+    bytes: float = 0.0
+    """Of a sample."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +46,19 @@ class Weighed:
     """What a forward pass keeps for the backward pass, of one sample."""
     checkpoint: int
     """The whole state of the run, on disk."""
+    stages: Mapping[int, Weighed] = field(default_factory=dict)
+    """Of the largest stage, by how many there are."""
     largest_share: float | None = None
-    """Of the parameters that ranks update: what the rank with most has, sharded over all; None if that cannot be."""
+    """Of the parameters that ranks update: what the rank with most has, sharded over those that have the same part of
+    the model; None if that cannot be."""
+    by_rows: ByRows | None = None
+    """With ``parallel.shard: parameters``; None if that cannot be."""
+    exchanged: int = 0
+    """Of the gradients that ranks with other samples average."""
+    sums: Sums = Sums()
+    """Within the tensor group, of the whole model."""
+    handed_on: float = 0.0
+    """Of a stage: what goes to the next one and back, of one sample, where it is most."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +71,14 @@ class Plan:
     """Ranks that see different samples."""
     shard: str
     """``parallel.shard``."""
+    pipeline: int = 1
+    """``parallel.pipeline``."""
 
     @property
     def keys(self) -> str:
         """How it is written into a run file."""
-        given = [f"tensor: {self.tensor}"] if self.tensor > 1 else []
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
+        given = [f"{key}: {size}" for key, size in sizes.items() if size > 1]
         given += [f"shard: {self.shard}"] if self.shard != "none" else []
         return f"parallel: {{{', '.join(given)}}}"
 
@@ -62,6 +99,8 @@ class Footprint:
     """Where a checkpoint waits for the disk: the part that this rank writes."""
     checkpoint: int
     """On disk; not of a rank."""
+    bubble: float = 0.0
+    """Share of a step for which each stage waits for the others, if all take equally long."""
 
     @property
     def total(self) -> int:
@@ -74,36 +113,57 @@ class Footprint:
         return {**asdict(self), "total": self.total}
 
 
-def footprints(weighed: Mapping[int, Weighed], ranks: int, samples: Mapping[int, int], program: int) -> list[Footprint]:
+def footprints(
+    weighed: Mapping[int, Weighed], ranks: int, samples: Mapping[int, int], program: int, micro_batches: int = 1
+) -> list[Footprint]:
     """Of every plan, those first that change least: whole models before cut ones, whole states before sharded ones.
 
     Args:
         weighed: by the size of the tensor group; sizes that cannot be are left out.
         ranks: of the run.
-        samples: of a rank's largest micro-batch, by the size of the tensor group.
+        samples: of a rank's largest micro-batch, by how many ranks share out a model.
         program: bytes of a process without a model.
+        micro_batches: of an update (``train.accumulate``); of several, sharded gradients are whole until the last one.
     """
+    of_plans = [
+        (pipeline, tensor, model)
+        for tensor, whole in weighed.items()
+        for pipeline, model in ((1, whole), *whole.stages.items())
+    ]
     found = []
-    for tensor, model in sorted(weighed.items()):
-        data = ranks // tensor
-        share = model.largest_share if data > 1 and tensor == 1 else None  # they are refused together
-        for shard in ("none", "optimizer") if share is not None else ("none",):
-            found.append(
-                Footprint(
-                    Plan(tensor, data, shard),
-                    program,
-                    model.parameters,
-                    model.gradients,
-                    math.ceil(model.optimizer * share)
-                    if share is not None and shard == "optimizer"
-                    else model.optimizer,
-                    model.averages,
-                    round(model.activations * samples[tensor]),
-                    -(-model.checkpoint // ranks),
-                    model.checkpoint,
-                )
-            )
+    for pipeline, tensor, model in sorted(of_plans, key=lambda one: one[:2]):
+        data = ranks // (tensor * pipeline)
+        whole = Footprint(
+            Plan(tensor, data, "none", pipeline),
+            program,
+            model.parameters,
+            model.gradients,
+            model.optimizer,
+            model.averages,
+            round(model.activations * samples[tensor * pipeline]),
+            -(-model.checkpoint // ranks),
+            model.checkpoint,
+            bubble(pipeline, micro_batches),
+        )
+        found.append(whole)
+        if data > 1 and model.largest_share is not None:
+            share = math.ceil(model.optimizer * model.largest_share)
+            found.append(replace(whole, plan=Plan(tensor, data, "optimizer", pipeline), optimizer=share))
+        if data > 1 and model.by_rows is not None:
+            found.append(sharded(whole, model.by_rows, micro_batches > 1))
     return found
+
+
+def sharded(whole: Footprint, rows: ByRows, accumulates: bool) -> Footprint:
+    """What becomes of a rank's share of a model if its parameters are sharded."""
+    return replace(
+        whole,
+        plan=replace(whole.plan, shard="parameters"),
+        parameters=math.ceil(whole.parameters * rows.share) + rows.gathered,
+        gradients=math.ceil(whole.gradients * rows.share) + (whole.gradients if accumulates else rows.gathered),
+        optimizer=math.ceil(whole.optimizer * rows.share),
+        averages=math.ceil(whole.averages * rows.share),
+    )
 
 
 def cheapest(found: Sequence[Footprint], limit: int) -> Footprint | None:

@@ -30,8 +30,9 @@ class ShardedExchange(Protocol):
         """The sums of the slots, after ``scatter``."""
 
     @property
-    def parameters(self) -> NDArray[Any]:
-        """Of all ranks, laid out as the gradients; this rank writes its range before ``gather``, and no other one."""
+    def leaving(self) -> Sequence[NDArray[Any]]:
+        """Laid out as the gradients: this rank writes its range of the parameters to each of them before ``gather``,
+        which leaves those of other ranks in ``buffer``."""
 
     def scatter(self, needs_norm: bool) -> None:
         """Sums all ranks' gradients, each rank its own range, and the slots.
@@ -41,7 +42,7 @@ class ShardedExchange(Protocol):
         """
 
     def gather(self) -> None:
-        """Returns when ``parameters`` has the ranges of all ranks, which can be read until the next ``scatter``."""
+        """Returns when ``buffer`` has the parameters of all other ranks, in their ranges."""
 
     def close(self) -> None:
         """Releases communicators."""
@@ -50,24 +51,25 @@ class ShardedExchange(Protocol):
 class ShmSharded:
     """Ranks of one node, through memory that they share.
 
-    Nobody waits for the end of a sum, or for others to have read: what is written next is read by nobody until all
-    ranks have met once more.
+    A rank reads and writes its own range in the buffers of all ranks: first their gradients, then what it has made of
+    the parameters. Nobody waits for the end of a sum, or for others to have read: what is written next is read by
+    nobody until all ranks have met once more.
     """
 
     def __init__(self, shared: SharedArrays, length: int, gradients: int, ranges: Sequence[slice]) -> None:
         """
         Args:
-            shared: an array for each rank and one for the parameters, longer by one than the buffer.
+            shared: an array for each rank, longer by one than the buffer.
             length: elements of the buffer.
             gradients: elements before the slots.
             ranges: of the gradients, by rank.
         """
-        *own, self.parameters = shared.arrays
         self.shared, self.node = shared, shared.node
-        self.buffers = [array[:length] for array in own]
-        self.squares = [array[length:] for array in own]
+        self.buffers = [array[:length] for array in shared.arrays]
+        self.squares = [array[length:] for array in shared.arrays]
         """Of each rank's range. No slots: those are written anew while others may still read these."""
         self.buffer = self.buffers[self.node.rank]
+        self.leaving = [buffer for rank, buffer in enumerate(self.buffers) if rank != self.node.rank]
         self.mine = ranges[self.node.rank]
         self.gradients = gradients
         self.slots = self.buffer[gradients:].copy()
@@ -105,7 +107,7 @@ class MpiSharded:
         self.comm = duplicate(group)
         self.buffer = np.zeros(length, dtype)
         self.values, self.slots = self.buffer[:gradients], self.buffer[gradients:]
-        self.parameters = self.values
+        self.leaving = [self.values]
         self.ranges = ranges
         self.counts = [part.stop - part.start for part in ranges]
         self.own = self.values[ranges[group.rank]]
@@ -158,7 +160,7 @@ def open_sharded_exchange(
         dtype: of the buffer.
         ranges: of the gradients, by rank.
     """
-    shared = share_arrays(group, length + 1, dtype, common=1)
+    shared = share_arrays(group, length + 1, dtype)
     if shared is not None and shared.peers is None:
         return ShmSharded(shared, length, gradients, ranges)
     if shared is not None:

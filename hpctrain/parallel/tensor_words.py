@@ -19,6 +19,8 @@ class LayerCut:
     """What must stay whole: so many heads make up a part of the outputs. None if any cut will do."""
     gathers: bool = False
     """Whether each rank gets the outputs of all."""
+    classes: bool = False
+    """Whether outputs are logits for ``hpctrain.cross_entropy``."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,30 @@ class Columns(LayerCut):
 
     kind: Literal["columns", "rows", "vocabulary"] = "columns"
 
-    def __call__(self, parts: int = 1, heads: int | None = None, gathers: bool = False) -> Columns:
+    def __call__(
+        self, parts: int = 1, heads: int | None = None, gathers: bool = False, classes: bool = False
+    ) -> Columns:
         """A cut by outputs.
 
         Args:
             parts: equal parts of the outputs, each of which is cut by itself: 3 for queries, keys and values together.
             heads: so many heads make up a part, and none is cut.
-            gathers: each rank gets the outputs of all, as the loss needs those of the last layer.
+            gathers: each rank gets the outputs of all, as most losses need those of the last layer.
+            classes: the outputs are logits, each rank keeps those of its classes, and the loss is made by
+                ``hpctrain.cross_entropy``. In evaluations and predictions they are gathered.
 
         Raises:
-            UserError: outputs in several parts cannot be gathered, or a number is not positive.
+            UserError: outputs in several parts cannot be gathered or be classes, or a number is not positive.
         """
         if parts < 1 or (heads is not None and heads < 1):
             raise UserError(f"columns(parts={parts}, heads={heads}) is no cut", "give positive numbers")
         if gathers and parts > 1:
             fix = "leave gathers=True out, and let a layer with `rows` follow; or give the parts layers of their own"
             raise UserError(f"columns(parts={parts}, gathers=True) would mix the parts", fix)
-        return replace(self, parts=parts, heads=heads, gathers=gathers)
+        if classes and (gathers or parts > 1):
+            fix = "write columns(classes=True) for a loss by hpctrain.cross_entropy, columns(gathers=True) for others"
+            raise UserError(f"columns(parts={parts}, gathers={gathers}, classes=True) contradicts itself", fix)
+        return replace(self, parts=parts, heads=heads, gathers=gathers, classes=classes)
 
 
 columns = Columns()

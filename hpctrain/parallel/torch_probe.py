@@ -7,7 +7,6 @@ tensors, and some at all of them together (Prodigy). Which is which is not for a
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +18,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpctrain.errors import UserError
+from hpctrain.parallel.trial import LEAST_RATE, STEPS, rows_of, small
 
-STEPS = 3
-LARGEST_SIZE = 160
-"""Of an axis that is tried: beyond 128, where some optimizers begin to treat tensors in another way."""
-LARGEST_TENSOR = 3 << 13
-"""Elements of a tensor that is tried, and so milliseconds."""
 HALVED_SIZE = 6
 """Of each axis of a tensor that is tried in halves."""
-LEAST_RATE = 1e-3
-"""In place of a learning rate of 0, with which nothing would happen."""
-
+ROUNDED = {torch.float32: 1e-4, torch.float64: 1e-12}
+"""How much of an update rounding may change. What looks at whole tensors changes more than a hundredth."""
 Group = dict[str, Any]
 Slots = dict[str, Any]
 Tried = tuple[Tensor, list[Tensor]]
@@ -44,6 +38,8 @@ class Verdict:
     """Whether its update depends on nothing of other parameters: else it cannot be shared out at all."""
     by_rows: bool = False
     """Whether its rows are updated apart from each other, with the same bits."""
+    nearly_by_rows: bool = False
+    """The same to rounding: kernels may treat the end of a tensor in another way than its middle."""
     common: frozenset[str] = frozenset()
     """Slots that are not cut with the rows, such as a count of steps."""
 
@@ -72,8 +68,10 @@ def try_optimizer(optimizer: Optimizer, group: Group, parameter: Parameter) -> V
     shape = small(tuple(parameter.shape))
     random = torch.Generator().manual_seed(1)
 
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+
     def drawn(scale: float) -> Tensor:
-        return (scale * torch.randn(shape, generator=random)).to(parameter.device, parameter.dtype)
+        return (scale * torch.randn(shape, generator=random)).to(device, parameter.dtype)
 
     scale = min(1.0, 10 * rate_of(group))  # so that 16 bits show an update, too
     values, other = [(drawn(times * scale), [drawn(times) for _ in range(STEPS)]) for times in (1.0, 3.0)]
@@ -98,7 +96,9 @@ def try_optimizer(optimizer: Optimizer, group: Group, parameter: Parameter) -> V
     common = frozenset(name for name, slot in alone.slots.items() if not is_whole(slot, shape))
     is_alone = torch.equal(alone.value, beside.value) and equal_slots(alone.slots, beside.slots)
     by_rows = len(rows) > 1 and fits(alone, parts, common)
-    return Verdict(is_alone, by_rows, common)
+    most, update = ROUNDED.get(parameter.dtype, 0.0), distance(alone.value, values[0])
+    nearly = by_rows or (len(rows) > 1 and fits(alone, parts, common, most, update))
+    return Verdict(is_alone, by_rows, nearly, common)
 
 
 def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis: int) -> None:
@@ -188,22 +188,6 @@ def rate_of(group: Group) -> float:
     return float(group.get("lr", 1.0)) or LEAST_RATE
 
 
-def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape like it, of no more than some thousand elements."""
-    inner, elements = [], 1
-    for size in shape[1:]:
-        inner.append(max(1, min(size, LARGEST_SIZE, LARGEST_TENSOR // elements // 2)))
-        elements *= inner[-1]
-    return (min(shape[0], max(2, LARGEST_TENSOR // elements)), *inner) if shape else ()
-
-
-def rows_of(shape: tuple[int, ...]) -> list[slice]:
-    """Uneven parts of the first axis, the first of them one row; one part of what has no two rows."""
-    rows = shape[0] if shape else 1
-    ends = sorted({0, min(1, rows), rows // 2, rows})
-    return [slice(begin, end) for begin, end in itertools.pairwise(ends)] if rows > 1 else [slice(None)]
-
-
 def cut(values: Tried, part: slice) -> Tried:
     """Rows of a tensor and of its gradients; a number stays as it is."""
     value, gradients = values
@@ -225,11 +209,19 @@ def is_whole(slot: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(slot, Tensor) and tuple(slot.shape) == shape
 
 
-def fits(whole: Trial, parts: Sequence[Trial], common: frozenset[str]) -> bool:
-    """Whether rows that were updated apart are, with their slots, what the whole tensor is, bit for bit."""
+def fits(whole: Trial, parts: Sequence[Trial], common: frozenset[str], most: float = 0.0, update: float = 0.0) -> bool:
+    """Whether rows that were updated apart are, with their slots, what the whole tensor is: bit for bit, or nearly.
+
+    Args:
+        whole: what became of the tensor.
+        parts: of its rows.
+        common: slots that are not cut with the rows.
+        most: how far they may be apart: values in parts of the update, slots of their largest value.
+        update: by how much the tensor has changed.
+    """
     if any(part.slots.keys() != whole.slots.keys() for part in parts):
         return False
-    if not torch.equal(whole.value, torch.cat([part.value for part in parts])):
+    if not distance(whole.value, torch.cat([part.value for part in parts])) <= most * update:
         return False
     for name, slot in whole.slots.items():
         own = [part.slots[name] for part in parts]
@@ -237,9 +229,14 @@ def fits(whole: Trial, parts: Sequence[Trial], common: frozenset[str]) -> bool:
             return False
         if name not in common:
             shapes_fit = all(is_whole(one, tuple(part.value.shape)) for one, part in zip(own, parts, strict=True))
-            if not (shapes_fit and torch.equal(slot, torch.cat(own))):
+            if not (shapes_fit and distance(slot, torch.cat(own)) <= most * float(slot.abs().max())):
                 return False
     return True
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Largest difference."""
+    return float((one.double() - other.double()).abs().max())
 
 
 def equal_slots(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from hpctrain.comm.group import Group
+from hpctrain.parallel.torch_exchange import Exchange, HostExchange, Waiting
+from hpctrain.train.clock import NO_CLOCK, StepClock
 from hpctrain.train.seeds import derive
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,10 +27,14 @@ class Region:
 
     Args:
         group: the ranks, all of which call every method in the same order.
+        clock: told of the time in which this rank waits for the others.
+        exchange: of tensors among the ranks; by default through memory of the host.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, clock: StepClock = NO_CLOCK, exchange: Exchange | None = None) -> None:
         self.group = group
+        self.waiting = Waiting(clock)
+        self.exchange: Exchange = exchange or HostExchange(group, self.waiting)
         self.outside: list[tuple[torch.Generator, Tensor]] = []
         """While random numbers are those of the inside: the generators, and where they stood."""
 
@@ -49,18 +57,25 @@ class Region:
         self.outside = []
 
     def summed(self, values: Tensor, what: str) -> Tensor:
-        """A new tensor, the sum over the ranks, with the same bits on all of them; through host memory."""
+        """A new tensor, the sum over the ranks, with the same bits on all of them."""
         wide = torch.float32 if values.dtype in HALVES else values.dtype
-        host = values.detach().to("cpu", wide, copy=True, memory_format=torch.contiguous_format)
-        self.group.add(host.numpy(), what)
-        return host.to(values.device, values.dtype)
+        return self.exchange.sum(values, wide, what).to(values.dtype)
 
     def gathered(self, values: Tensor, what: str) -> Tensor:
-        """A new tensor, those of all ranks side by side along the last axis; through host memory."""
-        host = values.detach().to("cpu").contiguous()
-        everything = self.group.gather(host.view(-1).view(torch.uint8).numpy(), what)
-        parts = [torch.from_numpy(np.array(part)).view(host.dtype).view(host.shape) for part in everything]
-        return torch.cat(parts, -1).to(values.device)
+        """A new tensor, those of all ranks side by side along the last axis."""
+        return torch.cat(self.exchange.gather(values, what), -1)
+
+    def joined(self, rows: Tensor, counts: Sequence[int], what: str) -> Tensor:
+        """A new tensor, the rows of all ranks one below the other, of which each has so many."""
+        padded = rows.new_zeros(max(counts), rows.shape[1])
+        padded[: len(rows)] = rows.detach()
+        parts = self.exchange.gather(padded, what)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def gather(self, values: NDArray[Any], what: str) -> NDArray[Any]:
+        """The arrays of all ranks, see ``Group.gather``."""
+        with self.waiting:
+            return self.group.gather(values, what)
 
 
 # Backward passes are made of the functions themselves, so that they can be differentiated again: a loss may hold
@@ -117,6 +132,52 @@ class Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gathered(gradients[0], ctx.region), None
+
+
+class Spread(torch.autograd.Function):
+    """Each rank has some rows of a table, and all get the rows of all places; each adds up what is its rows'."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.counts, ctx.region = counts, region
+        return embedding(places, region.joined(rows, counts, "gather the rows of a cut table"))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        own = Collected.apply(gradients[0], places, ctx.counts, ctx.region)  # type: ignore[no-untyped-call]
+        return own, None, None, None
+
+
+class Collected(torch.autograd.Function):
+    """All ranks have the values of all places, and each adds up those of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, counts: Sequence[int], region: Region) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.counts, ctx.region = counts, region
+        local = places.flatten() - sum(counts[: region.group.rank])
+        count = counts[region.group.rank]
+        own = ((local >= 0) & (local < count)).nonzero().squeeze(1)
+        return values.new_zeros(count, values.shape[-1]).index_add_(0, local[own], values.flatten(0, -2)[own])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return spread(gradients[0], places, ctx.counts, ctx.region), None, None, None
+
+
+def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) -> Tensor:
+    """Rows of a table that the ranks share out, at each place.
+
+    Args:
+        rows: float[counts[rank], width], this rank's.
+        places: int64[...], the same on all ranks: indices of rows, those of the first rank first.
+        counts: how many rows each rank has.
+        region: of the ranks.
+    """
+    return cast(Tensor, Spread.apply(rows, places, counts, region))  # type: ignore[no-untyped-call]
 
 
 def summed_backward(

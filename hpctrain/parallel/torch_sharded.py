@@ -118,7 +118,7 @@ class ShardedReducer:
         self.needs_norm = needs_norm
         self.parts, self.places = sharded.parts, places_of(gradients.parameters)
         self.flat = gradients.flat
-        self.host, self.arrived = torch.from_numpy(exchange.buffer), torch.from_numpy(exchange.parameters)
+        self.host = torch.from_numpy(exchange.buffer)
         self.on_host = self.flat.device.type == "cpu"
         self.slots = self.host[sharded.layout.gradients :]
         self.ranges = sharded.shares.ranges
@@ -126,18 +126,19 @@ class ShardedReducer:
         self.mine: list[Tensor] = [part.parameter for part in sharded.parts]
         self.sums_of_mine = [rows_of(gradients.views[part.piece.parameter], part.piece) for part in sharded.parts]
         """In the flat buffer."""
-        leaving = self.arrived if self.on_host else self.flat
-        self.leaving = [rows_of(self._view(part.piece, leaving), part.piece) for part in sharded.parts]
-        """Where this rank leaves what it has updated; on a GPU on its way there."""
+        self.copies = [torch.from_numpy(one) for one in exchange.leaving]
+        """Where this rank leaves what it has updated."""
+        leaving = self.copies if self.on_host else [self.flat]
+        self.leaving = [[rows_of(self._view(part.piece, one), part.piece) for part in sharded.parts] for one in leaving]
+        """The same by parts; on a GPU on its way there."""
         self.foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
         self.theirs = self._theirs()
         """What other ranks update of the parameters here."""
-        self.arriving = [rows_of(self._view(piece, leaving), piece) for piece in self.foreign]
+        self.arriving = [rows_of(self._view(piece, self.flat), piece) for piece in self.foreign]
         """Where that comes from."""
         self.square = 0.0
         if not self.on_host:
-            for memory in {each.data_ptr(): each for each in (self.arrived, self.host)}.values():
-                pin(memory)  # once, if they begin at the same place
+            pin(self.host)
         gradients.attach()
 
     @property
@@ -183,16 +184,24 @@ class ShardedReducer:
     def norm(self) -> float:
         return math.sqrt(self.square)
 
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        names = self.flat_gradients.names
+        return [(names[part.piece.parameter], part.parameter) for part in self.parts]
+
     def spread(self) -> bool:
         with torch.no_grad():
-            torch._foreach_copy_(self.leaving, self.mine)
+            for leaving in self.leaving:
+                torch._foreach_copy_(leaving, self.mine)
             if not self.on_host:
-                self.arrived[self.own].copy_(self.flat[self.own])
+                self.host[self.own].copy_(self.flat[self.own])
+                for copy in self.copies:
+                    if copy.data_ptr() != self.host.data_ptr():
+                        copy[self.own] = self.host[self.own]
             self.sums.gather()
             if not self.on_host:
                 for part in self.ranges:
                     if part != self.own:
-                        self.flat[part].copy_(self.arrived[part])
+                        self.flat[part].copy_(self.host[part])
             torch._foreach_copy_(self.theirs, self.arriving)
         return True
 
@@ -200,8 +209,7 @@ class ShardedReducer:
         self.flat_gradients.detach()
         if not self.on_host:
             torch.cuda.synchronize(self.flat.device)
-            for memory in {self.host.data_ptr(), self.arrived.data_ptr()}:
-                unpin(memory)
+            unpin(self.host.data_ptr())
         self.sums.close()
 
     def _require_parts(self) -> None:

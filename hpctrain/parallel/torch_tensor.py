@@ -7,25 +7,29 @@ import functools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
-from torch.nn.functional import embedding, linear
+from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.nn.functional import linear
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.parallel.torch_classes import CutLogits
+from hpctrain.parallel.torch_exchange import Exchange
 from hpctrain.parallel.torch_probe import require_elementwise
-from hpctrain.parallel.torch_region import Region, gathered, summed_backward, summed_forward
+from hpctrain.parallel.torch_region import Region, gathered, spread, summed_backward, summed_forward
+from hpctrain.train.clock import NO_CLOCK, StepClock
 from hpctrain.train.state import Cut
 
 KINDS: Mapping[str, type[Module]] = {"columns": Linear, "rows": Linear, "vocabulary": Embedding}
 """Layers that can be cut so."""
+Named: TypeAlias = Sequence[tuple[str, Tensor]]
 SAME_LOSS = 1e-6
 """How far losses of ranks that share out a model may differ, relative to one; where nothing is wrong, in no bit."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
@@ -34,7 +38,8 @@ CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 @dataclass(frozen=True)
 class Slices:
-    """Where the values that a rank has of a parameter lie in the whole one: equal parts of it, along one axis."""
+    """Where the values that a rank has of a parameter lie in the whole one: equal parts of it, along one axis, and of
+    what these make up some rows or all."""
 
     whole: tuple[int, ...]
     """Shape of the whole parameter."""
@@ -47,17 +52,39 @@ class Slices:
     """Which of the ranks that have the same values this is."""
     copies: int
     """How many there are."""
+    rows: slice | None = None
+    """Along the first axis of what the parts make up: those whose state this rank keeps; None: it keeps that of all."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the parts are not all of the parameter."""
+        return bool(self.whole) and len(self.begins) * self.length < self.whole[self.axis]
+
+    @property
+    def starts(self) -> bool:
+        """Whether the first value of the whole parameter is here."""
+        return self.begins[0] == 0 and (self.rows is None or self.rows.start == 0)
 
     def of(self, whole: Tensor) -> Tensor:
-        """A copy of what this rank has of a whole tensor."""
+        """A copy of what the parts have of a whole tensor."""
         return torch.cat([whole.narrow(self.axis, begin, self.length) for begin in self.begins], self.axis)
 
     def views(self, held: Tensor) -> Iterator[tuple[Tensor, Cut]]:
         """Each part of what this rank has, and where it lies in the whole tensor."""
+        if not self.whole:  # a number
+            yield held, Cut((), (), self.copy, self.copies)
+            return
+        top = self.rows.start if self.rows is not None else 0
         for number, begin in enumerate(self.begins):
-            first = tuple(begin if axis == self.axis else 0 for axis in range(len(self.whole)))
-            view = held.narrow(self.axis, number * self.length, self.length)
-            yield view, Cut(self.whole, first, self.copy, self.copies)
+            low, high = number * self.length, (number + 1) * self.length
+            first = [0] * len(self.whole)
+            first[0] = top
+            if self.axis == 0 and self.rows is not None:
+                low, high = max(low, top), min(high, self.rows.stop)
+            first[self.axis] = begin + low - number * self.length
+            if low < high:
+                view = held.narrow(self.axis, low - (top if self.axis == 0 else 0), high - low)
+                yield view, Cut(self.whole, tuple(first), self.copy, self.copies)
 
 
 @dataclass(frozen=True)
@@ -82,29 +109,69 @@ class TensorParallel:
         region: of the group.
         slices: what this rank has of each parameter that is cut, by name.
         cut: ids of these parameters.
+        updaters: ranks among which rows of what this one has are shared out, to be updated; one if they are not.
     """
 
-    def __init__(self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int]) -> None:
+    passes_meet = False
+    """Whether ranks that see different samples exchange something in each pass, and so make equally many."""
+
+    def __init__(
+        self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], updaters: Group | None = None
+    ) -> None:
         self.region = region
         self.group = region.group
         self.slices = slices
         self.cut = cut
+        self.updaters = updaters or Group("data")
+        self.held: Mapping[str, Parameter] = {}
+        """Plain tensors in place of parameters that the model has as something else, by name."""
+        self.places = slices
+        """Where what this rank has of parameters lies in whole ones, by name."""
 
-    def norm(self, parameters: Sequence[Tensor]) -> float:
-        """L2 norm of all gradients, in which what all ranks have counts once; equal on all of them."""
-        have = [one for one in parameters if one.grad is not None]
-        own = square_of([one.grad for one in have if id(one) in self.cut and one.grad is not None])
-        shared = square_of([one.grad for one in have if id(one) not in self.cut and one.grad is not None])
-        squares = self.group.gather(np.array([own]), "add up the squares of the gradients")
-        return math.sqrt(shared + float(squares.sum()))
+    def parameters(self, model: Module) -> list[tuple[str, Parameter]]:
+        """What this rank has, as plain tensors."""
+        return [(name, self.held.get(name, one)) for name, one in model.named_parameters()]
+
+    def swap(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Gives each parameter the values of another tensor, and that the parameter's."""
+        for parameter, other in zip(parameters, others, strict=True):
+            parameter.data, other.data = other.data, parameter.data
+
+    def norm(self, summed: Named) -> float:
+        """L2 norm of all gradients, in which each element counts once; equal on all ranks. Collective.
+
+        Args:
+            summed: what has the gradients that this rank's optimizer gets, by names of parameters.
+        """
+        have = [(name, one.grad) for name, one in summed if one.grad is not None]
+        own = square_of([gradient for name, gradient in have if name in self.slices])
+        shared = square_of([gradient for name, gradient in have if name not in self.slices])
+        total = shared + float(self.region.gather(np.array([own]), "add up the squares of the gradients").sum())
+        if self.updaters.size > 1:
+            total = float(self.updaters.gather(np.array([total]), "add up the squares of all rows").sum())
+        return math.sqrt(total)
+
+    def rows(self, name: str, shape: tuple[int, ...], begin: int, end: int) -> Slices:
+        """Rows of what this rank has of a parameter, which it alone of ``updaters`` updates.
+
+        Args:
+            name: of the parameter.
+            shape: of what this rank has of it.
+            begin, end: of the rows, the last one left out; a number has one.
+        """
+        known = self.slices.get(name)
+        if known is not None:
+            return replace(known, copy=0, copies=1, rows=slice(begin, end))
+        length = shape[0] if shape else 1
+        return Slices(shape, 0, (0,), length, self.group.rank, self.group.size, slice(begin, end))
 
     def leave(self) -> None:
         """A forward pass is over: random numbers are equal again."""
         self.region.leave()
 
-    def shared(self, model: Module) -> list[tuple[str, Tensor]]:
+    def shared(self, model: Module) -> list[tuple[str, Parameter]]:
         """Parameters that all ranks of the group have alike."""
-        return [(name, one) for name, one in model.named_parameters() if id(one) not in self.cut]
+        return [(name, one) for name, one in self.parameters(model) if id(one) not in self.cut]
 
     def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
         """Raises UserError, on all ranks of the group, if they have not trained on the same. Collective.
@@ -115,28 +182,29 @@ class TensorParallel:
         """
         if not self.slices:
             return
-        found = self.group.gather(np.array(loss), "compare their losses")
+        found = self.region.gather(np.array(loss), "compare their losses")
         if not np.allclose(found, found[0], rtol=SAME_LOSS, atol=0, equal_nan=True):
             told = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
             raise UserError(
                 f"in update {update} the losses of ranks that share out the model differ: {told}. They saw different "
                 "samples, or values of which each rank has a part reached the loss",
-                "cut the last layer by columns(gathers=True), or let one with rows follow; and let nothing but the "
-                "sample and its rng decide what a transform or a stream gives",
+                "cut the last layer by columns(gathers=True) or (hpctrain.cross_entropy) columns(classes=True), or let "
+                "rows follow; and let nothing but the sample and its rng decide what a transform or a stream gives",
             )
 
-    def require_whole_gradients(self, model: Module, everyone: Group) -> None:
+    def require_whole_gradients(self, summed: Named, everyone: Group) -> None:
         """Raises UserError, on all ranks, if the gradient of what a tensor group has alike differs in it. Collective.
 
         Args:
-            model: after a backward pass.
+            summed: see ``norm``; ranks of a tensor group have the same.
             everyone: all tensor groups.
         """
         if not self.slices:
             return
         sums = {
             name: zlib.crc32(one.grad.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-            for name, one in self.shared(model)
+            for name, one in summed
+            if name not in self.slices
             if one.grad is not None and one.device.type == "cpu"  # kernels of GPUs may add in any order
         }
         of_ranks = everyone.allgather(sums, "compare what cut layers leave whole")
@@ -254,12 +322,19 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer]) -> None:
             if cut != first:
                 raise UserError(
                     f"{other or 'the model'} and {name} share their {key}, and tensor= of the task cuts it differently",
-                    "cut both along the same axis, such as vocabulary and columns(gathers=True), or give each its own",
+                    "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own",
                 )
 
 
 def cut_model(
-    model: Module, layers: Sequence[CutLayer], tensor: Group, data: Group, optimizers: Sequence[torch.optim.Optimizer]
+    model: Module,
+    layers: Sequence[CutLayer],
+    tensor: Group,
+    data: Group,
+    optimizers: Sequence[torch.optim.Optimizer],
+    clock: StepClock = NO_CLOCK,
+    updaters: Group | None = None,
+    exchange: Exchange | None = None,
 ) -> TensorParallel:
     """Leaves of each layer what this rank is to have, in place, with its optimizer's state. Talks to no other rank.
 
@@ -269,11 +344,14 @@ def cut_model(
         tensor: ranks that share it out.
         data: ranks that have the same parts.
         optimizers: of its parameters.
+        clock: told of waits for the other ranks of ``tensor``.
+        updaters: see TensorParallel.
+        exchange: see Region.
 
     Raises:
         UserError: an optimizer looks at more than what a rank has.
     """
-    region = Region(tensor)
+    region = Region(tensor, clock, exchange)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     slices: dict[str, Slices] = {}
     cut: set[int] = set()
@@ -294,7 +372,7 @@ def cut_model(
                 parameter.grad = None
         forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
         one.layer.forward = functools.partial(forward, one, region)
-    return TensorParallel(region, slices, frozenset(cut))
+    return TensorParallel(region, slices, frozenset(cut), updaters)
 
 
 def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data: Group) -> Slices:
@@ -305,14 +383,16 @@ def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data
     return Slices(shape, axis, begins, length, data.rank, data.size)
 
 
-def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
-    """Some of the outputs, or all if they are gathered."""
+def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | CutLogits:
+    """Some of the outputs, or all if they are gathered; those for a metric always are."""
     region.leave()
     layer = one.layer
     assert isinstance(layer, Linear), "planned has seen to it"
     outputs = linear(summed_backward(values, region), layer.weight, layer.bias)
-    if one.word.gathers:
+    if one.word.gathers or (one.word.classes and not layer.training):
         return gathered(outputs, region)
+    if one.word.classes:
+        return CutLogits(outputs, region, one.name)
     if layer.training:
         region.enter(outputs.device)
     return outputs
@@ -335,16 +415,17 @@ def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
 
 
 def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor:
-    """The vectors of all indices: each rank adds those that it has."""
+    """The vectors of all indices: each rank gives those that it has, each once, however often it occurs."""
     region.leave()
     layer = one.layer
     assert isinstance(layer, Embedding), "planned has seen to it"
-    count = layer.weight.shape[0]
-    local = indices - region.group.rank * count
-    elsewhere = (local < 0) | (local >= count)
-    if bool(((indices < 0) | (indices >= count * region.group.size)).any()):
+    count, group = layer.weight.shape[0], region.group
+    if bool(((indices < 0) | (indices >= count * group.size)).any()):
         raise IndexError(f"index out of range in {one.name}: {int(indices.min())} to {int(indices.max())}")
-    padding = None if layer.padding_idx is None else layer.padding_idx - region.group.rank * count
-    padding = padding if padding is not None and 0 <= padding < count else None
-    own = embedding(local.masked_fill(elsewhere, 0), layer.weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-    return summed_forward(own, region)
+    different, places = indices.unique(return_inverse=True)
+    counts = torch.bincount(different // count, minlength=group.size).tolist()
+    own = different.split(counts)[group.rank] - group.rank * count
+    found = layer.weight.index_select(0, own)
+    if layer.padding_idx is not None:  # which is not trained
+        found = torch.where((own == layer.padding_idx - group.rank * count)[:, None], found.detach(), found)
+    return spread(found, places, counts, region)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig
+from hpctrain.data import Samples
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.rank.session import start as start_monitor
+from hpctrain.parallel.stage_choice import BY_PARAMETERS, StageChoice
 from hpctrain.rank import wiring
-from hpctrain.rank.problem import first_batch, make_problem, require_same_data
+from hpctrain.rank.problem import Problem, first_batch, make_problem, require_same_data
 from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
-from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
 from hpctrain.train.hooks import Hook
+from hpctrain.train.in_step import in_step
 from hpctrain.train.loop import RunSummary
 
 
@@ -81,11 +85,14 @@ def train(
     with ExitStack() as stack:
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
         choice = reducer_choice(config.reduce, session.world, run_dir, session.warn)
-        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, choice)
+        stages = stage_choice(problem, config, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
+        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, choice, stages)
         stack.enter_context(closing(framework))
         with session.phase("try the task on one batch"):
-            if batch := first_batch(problem, config, session.world):
-                framework.dry_call(batch)
+            batch = first_batch(problem, config, session.world)
+            validation = wiring.first_validation(config, session.world, problem)
+            for one, _ in in_step([batch] if batch else [], framework.meeting):
+                framework.dry_call(one, validation)
         data = stack.enter_context(closing(wiring.make_data(config, session.world, problem, framework)))
         attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
         for hook in attached:
@@ -97,19 +104,52 @@ def train(
 
 def reducer_choice(config: ReduceConfig, world: World, run_dir: RunDir, warn: Callable[[str], object]) -> ReducerChoice:
     """An automatic choice of the reducer is made once in a run, for the same grid of ranks, and kept. Collective."""
-    saved: dict[str, Any] = {}
-    grid = {"ranks": world.size, "tensor": world.tensor.size}
-    if world.rank == 0:
-        saved = Attempts(run_dir).info().get("reducer") or {}
-    saved = world.everyone.broadcast(saved, "learn the reducer of the earlier attempt")
+    remembered = Remembered("reducer", "measures its reducers", world, run_dir, warn)
+    kept = remembered.choice().get("reducer")
+    return ReducerChoice(config, world, kept, lambda choice: remembered.note(choice.to_event()))
 
-    def record(choice: Choice) -> None:
-        if world.rank == 0:
+
+def stage_choice(problem: Problem, config: Config, session: Session, run_dir: RunDir) -> StageChoice:
+    """The same for how layers are shared out among stages. Collective."""
+    remembered = Remembered("stages", "times its layers", session.world, run_dir, session.warn)
+
+    def batch() -> Samples:
+        with session.phase("read the batch that layers are timed on"):
+            return first_batch(problem, config, session.world)
+
+    def record(layers: Sequence[int], seconds: Sequence[float]) -> None:
+        remembered.note({"layers": list(layers), "seconds": [round(each, 6) for each in seconds]})
+
+    return StageChoice(batch, remembered.choice().get("layers", ()), record)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A choice that run.json keeps for later attempts."""
+
+    name: str
+    """Of its field there."""
+    does_again: str
+    """What a resumed run does if it is lost, for people."""
+    world: World
+    run_dir: RunDir
+    warn: Callable[[str], object]
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """That it was made for."""
+        return {"ranks": self.world.size, "tensor": self.world.tensor.size, "pipeline": self.world.pipeline.size}
+
+    def choice(self) -> dict[str, Any]:
+        """Of an earlier attempt with the same grid; empty if there is none. Collective."""
+        saved = (Attempts(self.run_dir).info().get(self.name) or {}) if self.world.rank == 0 else {}
+        saved = self.world.everyone.broadcast(saved, f"learn the {self.name} of the earlier attempt")
+        return saved if {"tensor": 1, "pipeline": 1, **saved}.items() >= self.grid.items() else {}
+
+    def note(self, choice: Mapping[str, Any]) -> None:
+        """On rank 0."""
+        if self.world.rank == 0:
             try:
-                Attempts(run_dir).update(reducer={**grid, **choice.to_event()})
+                Attempts(self.run_dir).update(**{self.name: {**self.grid, **choice}})
             except RunFailed as error:
-                warn(f"{error.what}; training continues, a resumed run measures its reducers again")
-
-    same = {"tensor": 1, **saved}.items() >= grid.items()
-    kept = saved["reducer"] if same else None
-    return ReducerChoice(config, world, kept, record)
+                self.warn(f"{error.what}; training continues, a resumed run {self.does_again} again")

@@ -14,6 +14,7 @@ from hpctrain.data import Field, Samples, ValidationData
 from hpctrain.data.formats.row_file import RowWriter, create_row_file
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.train.framework import Framework
+from hpctrain.train.in_step import in_step
 
 
 def write_predictions(
@@ -27,12 +28,16 @@ def write_predictions(
         UserError: outputs are not one row of a fixed shape for each sample, or the folder cannot be made.
         RunFailed: the ranks' outputs differ in shape or dtype, or the file cannot be written.
     """
-    outputs = ((framework.predict(batch), len(next(iter(batch.values())))) for batch in data)
+    outputs = (
+        (framework.predict(batch), len(next(iter(batch.values()))) if is_own else 0)
+        for batch, is_own in in_step(data, framework.meeting)
+    )
     first = next(outputs, None)
     fields = agree_on_fields(first[0] if first else {}, group)
     if not writes:
         for rows, samples in outputs:
-            check_rows(rows, samples, fields)
+            if samples:
+                check_rows(rows, samples, fields)
         return
     partial = path.with_name(f".{path.name}.partial")
     if group.rank == 0:
@@ -43,9 +48,10 @@ def write_predictions(
     writer = RowWriter.open(partial)
     row = data.part.start
     for rows, samples in chain([first] if first else [], outputs):
-        check_rows(rows, samples, fields)
-        writer.write(row, rows)
-        row += samples
+        if samples:
+            check_rows(rows, samples, fields)
+            writer.write(row, rows)
+            row += samples
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     group.barrier("write the predictions")

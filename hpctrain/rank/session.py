@@ -23,6 +23,7 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
+from hpctrain.run.grid import Grid
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, collect, first_word
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
@@ -31,7 +32,7 @@ from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import quiet_environment, redirect
 from hpctrain.system.signals import Interrupted, InterruptibleStopSignals, StopSignals
-from hpctrain.tasks.blame import own_line, words
+from hpctrain.tasks.blame import advised, own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
@@ -154,13 +155,13 @@ class Session:
 
     def arrange(self, config: Config) -> None:
         """Puts the ranks into the groups that the run file asks for; collective. Raises UserError, on all ranks."""
-        self.world = in_grid(self.world, config.parallel.tensor)
+        self.world = in_grid(self.world, config.parallel.tensor, config.parallel.pipeline)
 
     def begin_attempt(self, run_dir: RunDir, config: Config) -> int:
         """What a supervisor does at the start, for ranks that have none."""
         run_dir.create()
         self.holding.enter_context(LiveLock(run_dir, myself()).held())
-        return Attempts(run_dir).begin(Attempt(ranks=self.world.size), dump(config))
+        return Attempts(run_dir).begin(Attempt(ranks=self.world.size).under(config.parallel), dump(config))
 
     def open(self, run_dir: RunDir) -> None:
         """Leaves the first word and sends output to its place."""
@@ -239,7 +240,8 @@ class Session:
 
     def tell(self, what: str, fix: str) -> None:
         """The one message."""
-        where = f"rank {self.world.rank} on {self.world.host}: " if self.world.size > 1 else ""
+        place = Grid(self.world.size, self.world.tensor.size, self.world.pipeline.size).told(self.world.rank)
+        where = f"rank {self.world.rank}{place} on {self.world.host}: " if self.world.size > 1 else ""
         logged = self.user_stderr != 2 and self.run_dir is not None
         trace = f"\n  traceback: {self.log()}" if logged else ""
         self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}{trace}")
@@ -337,10 +339,9 @@ def message(error: BaseException) -> tuple[str, str]:
         return "interrupted before the current step had ended", "the same command resumes from the last checkpoint"
     if isinstance(error, SystemExit):
         return f"the program called sys.exit({error.code!r}) in mid-run{own_line(error)}", "remove that call"
-    return (
-        f"{type(error).__name__}: {words(error)}{own_line(error)}",
-        "the traceback in the rank's log shows where it comes from",
-    )
+    said = words(error)
+    fix = advised("the traceback in the rank's log shows where it comes from", said)
+    return f"{type(error).__name__}: {said}{own_line(error)}", fix
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,9 +1,10 @@
-"""Tries a run's task on one batch, without a run: for ``hpctrain doctor``."""
+"""Tries a run's task on one batch, without a run, for ``hpctrain doctor``; and what a failing task is told."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config
@@ -11,6 +12,7 @@ from hpctrain.errors import HpctrainError, UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.problem import first_batch, make_problem
 from hpctrain.rank.session import message
+from hpctrain.tasks.blame import advised
 from hpctrain.train.clock import IntervalClock
 
 MOST_SAMPLES = 32
@@ -25,12 +27,20 @@ def try_task(config: Config) -> None:
     """
     config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
     world = alone()
-    try:
+    with told_shortly():
         problem = make_problem(config, world)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
-            framework.dry_call(first_batch(problem, config, world, MOST_SAMPLES))
+            validation = wiring.first_validation(config, world, problem)
+            framework.dry_call(first_batch(problem, config, world, MOST_SAMPLES), validation)
+
+
+@contextmanager
+def told_shortly() -> Iterator[None]:
+    """Errors of a task's own code in the body become UserErrors that name the line; ours pass through."""
+    try:
+        yield
     except HpctrainError:
         raise
     except Exception as error:
         what, _ = message(error)
-        raise UserError(what, "correct the task") from error
+        raise UserError(what, advised("correct the task", what)) from error

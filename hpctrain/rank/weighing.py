@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
@@ -19,34 +19,41 @@ from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import Config
 from hpctrain.errors import UserError
-from hpctrain.parallel.plan import Weighed
+from hpctrain.parallel.plan import ByRows, Sums, Weighed
 from hpctrain.rank import wiring
 from hpctrain.rank.problem import Problem, first_batch, make_problem
+from hpctrain.rank.trial import told_shortly
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
+from hpctrain.train.framework import HostBatch
 from hpctrain.train.state import Placement, StateTensor
 
 if TYPE_CHECKING:
     from hpctrain.frameworks.torch.framework import TorchFramework
+    from hpctrain.frameworks.torch.sharding import Judgement
+    from hpctrain.frameworks.torch.shares import Share
 
 MOST_SAMPLES = 8
 """Of the batch: what passes keep grows with it in proportion."""
 
 
 class Imagined(Group):
-    """A group of which this process is the first rank, and the others are as it is."""
+    """A group of which this process is the first rank, and the others are as it is. Keeps account of its sums."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(name)
         self.size = size
+        self.sums = Sums()
 
     def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
         return [value] * self.size
 
     def gather(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        self.sums = Sums(self.sums.count + 0.5, self.sums.bytes + 0.5 * self.size * values.nbytes)
         return np.stack([values] * self.size)
 
     def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        self.sums = Sums(self.sums.count + 1, self.sums.bytes + values.nbytes)
         values *= self.size
 
 
@@ -64,62 +71,101 @@ class Model:
     problem: Problem
     framework: TorchFramework
     world: World
+    tensor: Imagined
+    """The world's tensor group."""
 
 
 @contextmanager
-def made(config: Config, tensor: int) -> Iterator[Model]:
-    """As the first rank of a tensor group has it, with whole optimizers. Raises UserError."""
-    from hpctrain.frameworks.torch.framework import TorchFramework
-
+def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
+    """As the first rank of a tensor group has it, with whole optimizers. Raises UserError, also for what the task's own
+    code raises, here or in the body."""
     config = dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, tensor=tensor, shard="none"),
+        parallel=dataclasses.replace(config.parallel, tensor=tensor, pipeline=pipeline, shard="none"),
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
+    with told_shortly():
+        yield from _made(config, tensor)
+
+
+def _made(config: Config, tensor: int) -> Iterator[Model]:
+    from hpctrain.frameworks.torch.framework import TorchFramework
+
     problem = make_problem(config, alone())
     if not isinstance(problem.task, TorchTask):
         what = f"{config.task} is a KerasTask, of which each rank has all"
         raise UserError(what, "ask for the plans of a TorchTask")
     me = alone()
-    world = World(me.everyone, me.data, me.local, 0, 1, socket.gethostname(), Imagined("tensor", tensor))
+    group = Imagined("tensor", tensor)
+    world = World(me.everyone, me.data, me.local, 0, 1, socket.gethostname(), group)
     with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
         assert isinstance(framework, TorchFramework), "of a TorchTask"
-        yield Model(problem, framework, world)
+        yield Model(problem, framework, world, group)
 
 
-def share_of(config: Config, ranks: int) -> float:
+def share_of(config: Config, tensor: int, data: int) -> float:
     """Of what ranks update, what the one with most has with ``parallel.shard: optimizer``.
 
     Args:
         config: of the run, whose task is made anew.
-        ranks: of the run, more than one.
+        tensor: size of a tensor group.
+        data: how many groups there are, more than one.
 
     Raises:
         UserError: the run's optimizers cannot be sharded; says why.
     """
+    from hpctrain.frameworks.torch.sharding import largest_share
+
+    _, shares, judgement, _ = judged(config, tensor, data, "optimizer")
+    return largest_share(shares, judgement, Imagined("data", data))
+
+
+def rows_of(config: Config, tensor: int, data: int) -> ByRows:
+    """What ``parallel.shard: parameters`` leaves a rank; see ``share_of``."""
+    from hpctrain.frameworks.torch.sharding import uncuttable
+    from hpctrain.parallel.torch_fully_sharded import layers_of, part_of_rows
+
+    framework, shares, judgement, features = judged(config, tensor, data, "parameters")
+    parts = framework.optimizer_state.every
+    refuse(features | used({Feature.WHOLE_TENSORS: uncuttable(shares, parts, judgement, alone())}))
+    every = list(framework.model.parameters())
+    held = sum(part_of_rows(len(one), 0, data)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every)
+    total = sum(one.nbytes for one in every)
+    layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(framework.model))
+    return ByRows(held / max(total, 1), total - sum(layers[:-2]))
+
+
+def judged(
+    config: Config, tensor: int, data: int, shard: Literal["optimizer", "parameters"]
+) -> tuple[TorchFramework, Mapping[str, Share], Judgement, dict[Feature, Any]]:
+    """A model, the parameters of its optimizers, how these may be shared out, and all that the run uses."""
     from hpctrain.frameworks.torch.checks import model_features
-    from hpctrain.frameworks.torch.sharding import judge, largest_share, unsuited
+    from hpctrain.frameworks.torch.metrics import of_torchmetrics
+    from hpctrain.frameworks.torch.sharding import judge, unsuited
     from hpctrain.frameworks.torch.shares import shares_of
 
-    sharded = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=1, shard="optimizer"))
-    with made(config, 1) as model:
+    parallel = dataclasses.replace(config.parallel, tensor=tensor, shard=shard)
+    as_sharded = dataclasses.replace(config, parallel=parallel)
+    with made(config, tensor) as model:
         task, framework = model.framework.task, model.framework
     parts = framework.optimizer_state.every  # it is closed: what guards an own step's optimizers is gone
     unfit = unsuited(parts, framework.holdings)
-    features = sharded.features() | model_features(framework.model, parts, False, ranks, unfit)
+    features = as_sharded.features() | model_features(framework.model, parts, False, data, unfit)
+    features |= used({Feature.TORCH_METRICS: of_torchmetrics(task), Feature.OWN_STEP: task.step is not None})
     refuse(features)
     judgement = judge(parts, framework.device)
     refuse(features | used({Feature.COUPLED: judgement.coupled}))
-    return largest_share(shares_of(task, framework.model, parts), judgement, Imagined("data", ranks))
+    return framework, shares_of(task, framework.model, parts), judgement, features
 
 
-def weigh(config: Config, tensor: int, ranks: int) -> Weighed:
+def weigh(config: Config, tensor: int, ranks: int, pipelines: Sequence[int] = ()) -> Weighed:
     """What the first rank of a tensor group has of a run's model.
 
     Args:
         config: of the run, whose task is made anew.
         tensor: size of the group.
         ranks: of the run.
+        pipelines: numbers of stages that are possible; a model with fewer layers is left out.
 
     Raises:
         UserError: the model cannot be cut so, or not be trained; says which layer.
@@ -129,11 +175,58 @@ def weigh(config: Config, tensor: int, ranks: int) -> Weighed:
     with made(config, tensor) as model:
         framework = model.framework
         batch = first_batch(model.problem, config, model.world, MOST_SAMPLES)
-        samples = len(next(iter(batch.values())))
+        samples, before = len(next(iter(batch.values()))), model.tensor.sums
         kept = Kept(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
         with kept.weighing():
             framework.step([batch], samples)
-        return of_state(framework.state(), kept.num_bytes / samples, ranks)
+        after, state = model.tensor.sums, framework.state()
+        whole = dataclasses.replace(
+            of_state(state, kept.num_bytes / samples, ranks),
+            exchanged=framework.gradient_bytes,
+            sums=Sums(after.count - before.count, (after.bytes - before.bytes) / samples),
+        )
+        stages: dict[int, Weighed] = {}
+        for pipeline in pipelines:
+            with suppress(UserError):
+                stages[pipeline] = largest_stage(framework, state, whole, pipeline, config.train.accumulate, batch)
+        return dataclasses.replace(whole, stages=stages)
+
+
+def require_stages(config: Config, pipeline: int) -> None:
+    """Raises UserError if a run's model cannot be shared out among so many stages."""
+    with made(config, 1, pipeline):
+        pass
+
+
+def largest_stage(
+    framework: TorchFramework,
+    state: Sequence[StateTensor],
+    whole: Weighed,
+    pipeline: int,
+    micro_batches: int,
+    batch: HostBatch,
+) -> Weighed:
+    """Of a pipeline's stages, the one with the largest state. The first stage keeps the activations of as many
+    micro-batches as there are stages; layers are taken to keep equally much. Raises UserError."""
+    from hpctrain.frameworks.torch.activations import handed_on
+    from hpctrain.frameworks.torch.pipelined import parameter_of, stages_of
+
+    stages = stages_of(framework.task, framework.model, pipeline)
+    assert stages is not None, "there are several"
+    activations = whole.activations * min(pipeline, micro_batches) / pipeline
+    between = max(handed_on(framework, stages, batch)) / len(next(iter(batch.values())))
+    found = []
+    for stage in range(pipeline):
+        held = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
+        names = {framework.names[one] for one in held & framework.names.keys()}
+        own = of_state([one for one in state if parameter_of(one.name) in names], activations, 1)
+        exchanged = round(whole.exchanged * own.gradients / max(whole.gradients, 1))
+        found.append(
+            dataclasses.replace(
+                own, checkpoint=whole.checkpoint, exchanged=exchanged, sums=whole.sums, handed_on=between
+            )
+        )
+    return max(found, key=lambda one: one.parameters + one.gradients + one.optimizer + one.averages)
 
 
 def of_state(state: Iterable[StateTensor], activations: float, ranks: int) -> Weighed:

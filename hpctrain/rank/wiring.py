@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hpctrain.checkpoint import checkpoint_hook
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import WATCHED, refuse
@@ -13,16 +15,19 @@ from hpctrain.data import (
     BatchSource,
     Dataset,
     Order,
+    Samples,
     Stream,
     StreamingData,
     StreamOrder,
     TrainingData,
     ValidationData,
 )
-from hpctrain.data.samples import Collate, Recipe
+from hpctrain.data.order import first_draw
+from hpctrain.data.samples import Collate, Recipe, make_batch
 from hpctrain.errors import UserError
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.hook import MonitorHook
+from hpctrain.parallel.stage_choice import BY_PARAMETERS, StageChoice
 from hpctrain.rank.data_position import DataPosition
 from hpctrain.rank.features import pieces_of, rate_features
 from hpctrain.rank.problem import Problem
@@ -57,17 +62,23 @@ if TYPE_CHECKING:
 
 
 def make_framework(
-    config: Config, world: World, task: Task, clock: StepClock, choice: ReducerChoice | None = None
+    config: Config,
+    world: World,
+    task: Task,
+    clock: StepClock,
+    choice: ReducerChoice | None = None,
+    stages: StageChoice = BY_PARAMETERS,
 ) -> Framework:
     """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights.
 
-    ``choice`` says how its reducer is chosen; by default as the run file says.
+    ``choice`` says how its reducer is chosen; by default as the run file says. ``stages`` says how layers are shared
+    out among stages; by default by their parameters.
     """
     choice = choice or ReducerChoice(config.reduce, world)
     if isinstance(task, TorchTask):
         from hpctrain.frameworks.torch.opening import open_torch
 
-        framework = open_torch(task, world, config, clock, choice)
+        framework = open_torch(task, world, config, clock, choice, stage_choice=stages)
         if framework.device.type == "cuda" and isinstance(clock, RingClock):
             from hpctrain.monitor.rank.torch_clock import follow_cuda
 
@@ -86,6 +97,15 @@ def make_validation(config: Config, world: World, dataset: Dataset, collate: Col
     if share is None:
         share = -(-global_batch(config.train, group.size) // (group.size * config.train.accumulate))
     return ValidationData(dataset, share, group.rank, group.size, config.data.prefetch_batches, collate)
+
+
+def first_validation(config: Config, world: World, problem: Problem) -> list[Samples]:
+    """The first samples of each set of validation data, the same on all ranks; one batch, of 32 samples at most."""
+    collate, found = problem.task.collate, []
+    for dataset in problem.validation.values():
+        most = min(make_validation(config, world, dataset, collate).batch, len(dataset), 32)
+        found.append(make_batch(dataset, Recipe(collate=collate), first_draw(np.arange(most))))
+    return [batch for batch in found if batch]
 
 
 def make_validation_sets(config: Config, world: World, problem: Problem) -> dict[str, ValidationData]:

@@ -19,7 +19,7 @@ Way = Literal["node", "ring", "flat", "overlap", "sharded"]
 class Candidate:
     """One way of summing gradients over ranks."""
 
-    kind: Literal["none", "mpi", "horovod"]
+    kind: Literal["none", "mpi", "horovod", "gloo", "nccl"]
     way: Way = "flat"
     """node: through shared memory; ring: the same, and between nodes by a ring of our own; flat: one message after
     backward; overlap: buckets during backward; sharded: sums to who updates, parameters back (parallel.shard)."""
@@ -82,7 +82,10 @@ def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Call
     """
     group, peers = world.everyone, world.data
     horovod = peers.size > 1 and config.kind == "auto" and has_horovod()
-    shares = world.local_size > world.tensor.size and os.path.isdir(FOLDER)
+    neighbours = world.local_size > world.tensor.size
+    if world.pipeline.size > 1:  # the others of the node may be of other stages
+        neighbours = peers.allgather(world.node, "find the nodes of the data group").count(world.node) > 1
+    shares = neighbours and os.path.isdir(FOLDER)
     everywhere = group.allgather([shares, horovod, gpu], "compare what gradients could be summed with")
     shared_memory, horovod, gpu = (all(column) for column in zip(*everywhere, strict=True))
     return Surroundings(peers.size, world.nodes, shared_memory, horovod, gpu)

@@ -23,6 +23,8 @@ from hpctrain.reduce.layout import plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.tensorflow_pieces import Pieces, join, split
 
+JOINED_BYTES = 65536
+"""Of gradients that travel as one piece: each more costs some 10 us on its way to Python and back."""
 Told = Callable[[], None]
 """What is called on the host."""
 
@@ -89,7 +91,7 @@ class HostReducer:
     meets = True
 
     def __init__(self, name: str, host: PieceAllreduce, joined: bool) -> None:
-        """``joined``: all gradients are one piece for ``host``, as is best if they have to be copied from a GPU."""
+        """``joined``: all gradients are one piece for ``host``, as is best if they are few or on a GPU."""
         self.name = name
         self.host = host
         self.lends = not joined
@@ -210,12 +212,13 @@ def open_reducer(candidate: Candidate, group: Group, pieces: Pieces) -> Reducer:
         lease = horovod_setup.start(horovod, group, on_gpu)
         return HorovodReducer(candidate.name, lease, candidate.compression == "fp16")
     layout, shapes = pieces.layout, pieces.shapes
-    if on_gpu:
-        length = sum(layout.sizes)
+    length = sum(layout.sizes)
+    joined = on_gpu or length * pieces.dtype.size <= JOINED_BYTES
+    if joined:
         layout, shapes = plan([length], None, SLOTS), [(length,)]
     codecs = {**CODECS, "fp16": FastFloat16()}
     candidate, host = open_piece_allreduce(candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs)
-    return HostReducer(candidate.name, host, joined=on_gpu)
+    return HostReducer(candidate.name, host, joined)
 
 
 @dataclass(frozen=True)

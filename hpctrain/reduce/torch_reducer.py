@@ -65,6 +65,9 @@ class Reducer(Protocol):
     def norm(self) -> float:
         """L2 norm of all summed gradients."""
 
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        """What has these gradients as its ``grad``: parameters by name, or this rank's parts of them."""
+
     def spread(self) -> bool:
         """After the optimizer's step: all ranks get what each has updated. Whether there was something to wait for."""
 
@@ -113,6 +116,9 @@ class NoReducer:
 
     def norm(self) -> float:
         return global_norm(self.gradients())
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return self.named
 
     def spread(self) -> bool:
         return False
@@ -169,6 +175,9 @@ class FlatReducer:
 
     def norm(self) -> float:
         return global_norm(self.gradients())
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return list(zip(self.flat_gradients.names, self.flat_gradients.parameters, strict=True))
 
     def spread(self) -> bool:
         return False

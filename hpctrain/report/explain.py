@@ -14,6 +14,7 @@ from hpctrain.report.summary import phase_share
 from hpctrain.run import AttemptWords, Outcome, RunHistory, State, Verdict, Word
 from hpctrain.run.decision import blame
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Hang, RunFinished, StopRequested, Straggler
+from hpctrain.run.grid import Grid
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
@@ -108,14 +109,14 @@ def newest_failure(data: RunHistory) -> Verdict | None:
     if newest is None:
         return None
     words = data.run.words.get(newest.number)
-    verdict = newest.verdict or (words and (words.verdict or _own_verdict(words)))
+    verdict = newest.verdict or (words and (words.verdict or _own_verdict(words, newest.grid)))
     return verdict if verdict and verdict.is_failure else None
 
 
-def _own_verdict(words: AttemptWords) -> Verdict | None:
+def _own_verdict(words: AttemptWords, grid: Grid) -> Verdict | None:
     """What the first failed rank said, if no supervisor lived to conclude anything from it."""
     failed = [word for word in words.ranks if word.error]
-    return blame(failed) if failed else None
+    return blame(failed, grid) if failed else None
 
 
 def newest_hang(data: RunHistory) -> Hang | None:
@@ -297,7 +298,8 @@ def _of_failure(data: RunHistory, failure: Verdict, more: Sequence[str] = ()) ->
     said = failure.reason
     if failure.rank is not None and data.run.newest and f"rank {failure.rank}" not in said:
         host = f" on {failure.host}" if failure.host else ""
-        said = f"rank {failure.rank}{host}, attempt {data.run.newest.number}: {said}"
+        place = data.run.newest.grid.told(failure.rank)
+        said = f"rank {failure.rank}{place}{host}, attempt {data.run.newest.number}: {said}"
     return Explanation(failure.code, TITLES.get(failure.code, "The run failed"), (said, *more), failure.fix.rstrip("."))
 
 

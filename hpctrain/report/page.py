@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
-from hpctrain.report import svg
+from hpctrain.report import grid_plot, plan_plot, svg
 from hpctrain.report.axes import time_unit
 from hpctrain.report.chart import DARK, LIGHT, Chart, picture, style
 from hpctrain.report.explain import Explanation
@@ -25,6 +25,7 @@ from hpctrain.run import RunHistory
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Straggler
 from hpctrain.run.figures import Curve, Figure, Figures
 from hpctrain.run.pictures import Picture
+from hpctrain.run.plans import Plans
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,11 @@ class Section:
 
 
 def make_sections(
-    data: RunHistory, heat: Mapping[str, NDArray[np.float64]], figures: Figures | None = None
+    data: RunHistory,
+    heat: Mapping[str, NDArray[np.float64]],
+    figures: Figures | None = None,
+    excess: NDArray[np.float64] | None = None,
+    plans: Plans | None = None,
 ) -> list[Section]:
     """All charts of one run.
 
@@ -47,6 +52,8 @@ def make_sections(
         data: what the run folder holds.
         heat: per-rank maps by title, float64[ranks, windows] in percent.
         figures: curves and matrices of the newest evaluation.
+        excess: float64[ranks, windows] as the monitor left it, for the picture of ranks that share out a model.
+        plans: what ``hpctrain plan`` found for the run.
     """
     attempts = make_spans(data)
     sections = [_lines(plot) for plot in line_plots(data, attempts)]
@@ -55,6 +62,8 @@ def make_sections(
     stack = phase_plot(data)
     if stack:
         sections.append(_stack(stack))
+    sections += _places(data, excess)
+    sections += [_plans(data, plans)] if plans else []
     sections += [_heat(title, values) for title, values in heat.items()]
     return [*sections, _attempts(attempts)] if attempts else sections
 
@@ -166,6 +175,34 @@ def _stack(plot: StackPlot) -> Section:
     chart = svg.stacked(plot.title, plot.x, plot.layers, plot.x_label)
     rows = [(x, *(layer.y[index] for layer in plot.layers)) for index, x in enumerate(plot.x)]
     return Section(plot.key, chart, (plot.x_label, *(f"{layer.name} (%)" for layer in plot.layers)), rows)
+
+
+def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[Section]:
+    """The grid of the newest attempt; nothing if each rank has the whole model."""
+    newest = data.run.newest
+    if newest is None or not grid_plot.is_drawn(newest.grid):
+        return []
+    grid, words = newest.grid, data.run.words.get(newest.number)
+    hosts = {word.rank: word.host for word in words.ranks if word.rank is not None} if words else {}
+    hosts |= {each.rank: each.host for each in data.run.live.ranks} if data.run.live else {}
+    slowness = grid_plot.typical(excess, grid.ranks).tolist()
+    rows = []
+    for rank, value in enumerate(slowness):
+        place = grid.place(rank)
+        told = value if np.isfinite(value) else None
+        rows.append((rank, place.stage, place.data, place.tensor, hosts.get(rank), told))
+    header = ("rank", "stage", "data", "tensor", "host", "busy beyond the peers (%)")
+    return [Section("grid", grid_plot.draw(grid, hosts, slowness), header, rows)]
+
+
+def _plans(data: RunHistory, plans: Plans) -> Section:
+    """All of them, that of the newest attempt marked."""
+    newest = data.run.newest
+    own = (newest.plan or f"data {newest.grid.data}") if newest else None
+    kinds = list(plans.plans[0].parts)
+    rows = [(one.name, *(one.parts[kind] for kind in kinds), one.total, one.step_s) for one in plans.plans]
+    header = ("plan", *(f"{kind} (bytes)" for kind in kinds), "total (bytes)", "expected step (s)")
+    return Section("plans", plan_plot.draw(plans, own), header, rows)
 
 
 def _heat(title: str, values: NDArray[np.float64]) -> Section:

@@ -63,6 +63,7 @@ def line_plots(data: RunHistory, attempts: Sequence[Span]) -> list[LinePlot]:
         ("loss", "Loss", losses, False),
         ("metrics", "Validation metrics", others, False),
         ("learning_rate", "Learning rate", {k: v for k, v in data.train.items() if k == "lr"}, True),
+        ("mfu", "Model FLOPs utilisation", {k: v for k, v in data.train.items() if k == "mfu"}, True),
         ("throughput", "Samples per second", {k: v for k, v in data.train.items() if k == "samples_per_s"}, True),
     ]
     plots = []

@@ -5,7 +5,8 @@ it tells; ``which`` finds the run that a person means. ``folder`` names the file
 fence, ``live_lock`` lets one live run in, ranks leave ``last_words``, of which ``decision`` makes a verdict,
 ``stop_request`` is the STOP file. ``rank_environment`` holds the variables that ranks start with, ``provenance`` what
 they run; ``bad_nodes`` are those to leave out.
-``figures`` are the curves and matrices of metrics.
+``figures`` are the curves and matrices of metrics, ``grid`` has the places of ranks that share out a model, and
+``plans`` are the ways to do so that ``hpctrain plan`` has told.
 ``logs``, ``pictures`` and ``deaths`` (noted by the monitor) read what lies there, ``step_folder`` names the
 folders of checkpoints, ``word_reader`` looks at last words again and again, and ``job`` is a scheduler's job. The names
 below are for other rooms; each is imported when it is first used.

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.config.sections import ParallelConfig
+from hpctrain.run.grid import Grid, grid_of
 from hpctrain.run.verdict import Verdict
 
 ALWAYS = ("from_step", "job_id", "git_commit")
@@ -39,15 +41,37 @@ class Attempt:
     """Times that Slurm had requeued the job."""
     ranks: int | None = None
     nodes: int | None = None
+    tensor: int | None = None
+    """Ranks among which layers are cut; None if they are not."""
+    pipeline: int | None = None
+    """Stages that have different layers; None if each rank has all."""
+    shard: str | None = None
+    """What ranks share out beside layers; None if it is nothing."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     """Of packages that shape results."""
     git_commit: str | None = None
     verdict: Verdict | None = None
 
     @property
+    def grid(self) -> Grid:
+        """Places of the ranks."""
+        return grid_of(self.ranks or 1, self.tensor, self.pipeline)
+
+    @property
+    def plan(self) -> str:
+        """How the ranks share out the model, for people: "tensor 2 x data 4"; empty if each has it whole."""
+        return ", ".join([part for part in (str(self.grid), f"shard {self.shard}" if self.shard else "") if part])
+
+    @property
     def has_progressed(self) -> bool:
         """Whether it saved a checkpoint beyond the one that it began from."""
         return self.to_step is not None and (self.from_step is None or self.to_step > self.from_step)
+
+    def under(self, parallel: ParallelConfig) -> Attempt:
+        """The same with the plan of a run file."""
+        shard = parallel.shard if parallel.shard != "none" else None
+        tensor, pipeline = (size if size > 1 else None for size in (parallel.tensor, parallel.pipeline))
+        return dataclasses.replace(self, tensor=tensor, pipeline=pipeline, shard=shard)
 
     def to_json(self) -> dict[str, Any]:
         """For run.json: all that is known."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hpctrain.errors import GENERAL, Code, ExitCode, Replaced
 from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.grid import Grid
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.run.verdict import Action, Stop, Verdict, failed_with, replaced
 
@@ -35,7 +36,7 @@ def decide(
     """
     if failure is None and words and all(word.ending in GOOD_ENDINGS for word in words):
         return _orderly(words, attempts, stop, saves)
-    found = failure or blame(words)
+    found = failure or blame(words, attempts[-1].grid if attempts else None)
     if found.action is not Action.REQUEUE:
         return found
     if stop is not None and stop.by_person:
@@ -51,22 +52,24 @@ def decide(
     return found
 
 
-def blame(words: Sequence[LastWord]) -> Verdict:
+def blame(words: Sequence[LastWord], grid: Grid | None = None) -> Verdict:
     """The first cause of a failed attempt, with the action REQUEUE if trying again may help.
 
     A rank that died without an error of its own comes first, for the errors of others are then its consequences
-    (broken connections); among errors the earliest is the cause.
+    (broken connections); among errors the earliest is the cause. ``grid`` has the places
+    of the ranks, which are told if they share out a model.
     """
+    grid = grid or Grid(1)
     killed = [word for word in words if word.ending is Ending.KILLED]
     if killed:
-        return _blame_death(killed[0])
+        return _blame_death(killed[0], grid)
     failed = sorted((word for word in words if word.ending is Ending.FAILED), key=lambda word: word.ended or 0)
     if failed:
-        return _blame_error(failed)
+        return _blame_error(failed, grid)
     missing = [word for word in words if word.ending not in GOOD_ENDINGS]
     if not missing:
         return failed_with(Code.VANISHED, "no rank left a last word: the ranks never started", "see the launcher's log")
-    ranks = ", ".join("?" if word.rank is None else str(word.rank) for word in missing[:8])
+    ranks = ", ".join("?" if word.rank is None else f"{word.rank}{_place(word, grid)}" for word in missing[:8])
     plural = "s" if len(missing) > 1 else ""
     return failed_with(
         Code.VANISHED,
@@ -119,20 +122,26 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
     return Verdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
 
 
-def _blame_death(word: LastWord) -> Verdict:
+def _blame_death(word: LastWord, grid: Grid) -> Verdict:
     code = word.code or Code.VANISHED
     memory = "ask for more memory, or lower the batch, the prefetch or the workers"
     fix = memory if code is Code.OUT_OF_MEMORY else "see the rank's log"
-    return failed_with(code, f"rank {word.rank} on {word.host} {word.note or 'died'}", fix, word.rank, word.host)
+    what = f"rank {word.rank}{_place(word, grid)} on {word.host} {word.note or 'died'}"
+    return failed_with(code, what, fix, word.rank, word.host)
 
 
-def _blame_error(failed: Sequence[LastWord]) -> Verdict:
+def _blame_error(failed: Sequence[LastWord], grid: Grid) -> Verdict:
     first, error = failed[0], failed[0].error
     assert error is not None, "a FAILED word holds its error"
     everywhere = len(failed) > 1 and Counter(word.error.what for word in failed if word.error)[error.what] > 1
-    where = "" if everywhere or first.rank is None else f"rank {first.rank} on {first.host}: "
+    where = "" if everywhere or first.rank is None else f"rank {first.rank}{_place(first, grid)} on {first.host}: "
     if error.code is Code.IN_USE:
         return replaced(Replaced(error.what, error.fix))
     code = ExitCode(first.exit_code) if first.exit_code in set(ExitCode) else ExitCode.FAILURE
     action = Action.FAIL if code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE) else Action.REQUEUE
     return Verdict(action, code, where + error.what, error.fix, first.rank, first.host, error.code)
+
+
+def _place(word: LastWord, grid: Grid) -> str:
+    """To follow a rank's number; empty if that says it all."""
+    return grid.told(word.rank) if word.rank is not None and word.rank < grid.ranks else ""

@@ -17,8 +17,8 @@ VERDICT = {
 }
 ATTEMPT_ENTRY = {
     **dict.fromkeys(("started", "ended"), (is_time, None)),
-    **dict.fromkeys(("from_step", "to_step", "ranks", "nodes", "restarts"), NUMBERED),
-    **dict.fromkeys(("host", "job", "job_id", "git_commit"), TEXT),
+    **dict.fromkeys(("from_step", "to_step", "ranks", "nodes", "restarts", "tensor", "pipeline"), NUMBERED),
+    **dict.fromkeys(("host", "job", "job_id", "git_commit", "shard"), TEXT),
     "hosts": ([str], None),
     "verdict": (VERDICT, None),
     "versions": ({str: TEXT}, None),
@@ -42,7 +42,9 @@ is_word = fits(WORD)
 is_words = fits({"attempt": is_count, "verdict": VERDICT, "ranks": [is_word]})
 """Whether a value can be the last words of an attempt."""
 _is_info = fits({"fence": int, "attempts": [dict]})
-_sound_info = without_misfits({"id": str, "created": is_time, "reducer": (dict, None)})
+_sound_info = without_misfits(
+    {"id": str, "created": is_time, "reducer": (dict, None), "stages": ({"layers": [is_count]}, None)}
+)
 _sound_entry = without_misfits(ATTEMPT_ENTRY)
 
 

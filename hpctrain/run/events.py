@@ -72,10 +72,15 @@ class RunStarted(Event):
 
     ranks: int | None = None
     hosts: tuple[str, ...] = ()
+    tensor: int | None = None
+    pipeline: int | None = None
+    layers: tuple[int, ...] = ()
     framework: str | None = None
     reducer: str | None = None
     reducer_variant: str | None = None
     gradient_bytes: int | None = None
+    flops_per_sample: float | None = None
+    peak_flops_per_s: float | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
     total_steps: int | None = None
 
@@ -94,10 +99,12 @@ class Train(Event):
     epoch: int | None = None
     total_steps: int | None = None
     grad_norm: float | None = None
+    mfu: float | None = None
 
     def numbers(self) -> dict[str, float]:
         """What was measured, by name, a task's own metrics included."""
-        named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s, "grad_norm": self.grad_norm}
+        named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s}
+        named |= {"grad_norm": self.grad_norm, "mfu": self.mfu}
         return {name: value for name, value in {**self.more, **named}.items() if is_number(value)}
 
     def seconds_per_step(self) -> dict[str, float]:

@@ -67,6 +67,11 @@ class RunDir:
         return self.path / "figures.json"
 
     @property
+    def plans(self) -> Path:
+        """What ``hpctrain plan`` found for the run."""
+        return self.path / "plans.json"
+
+    @property
     def live_view(self) -> Path:
         """The monitor's last window."""
         return self.monitor / "live.json"

@@ -53,6 +53,16 @@ def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> li
     return sorted(found, key=lambda log: (log.attempt, not log.rank.isdigit(), log.rank.zfill(9), log.path))
 
 
+def places(run: RunDir, logs: Sequence[Log]) -> list[str]:
+    """Of the logs' ranks in their attempts' grids: " (data 1, tensor 0)"; empty where a number says it all."""
+    grids = {attempt.number: attempt.grid for attempt in Attempts(run).all()}
+    found = [grids.get(log.attempt) if log.rank.isdigit() else None for log in logs]
+    return [
+        grid.told(int(log.rank)) if grid is not None and int(log.rank) < grid.ranks else ""
+        for log, grid in zip(logs, found, strict=True)
+    ]
+
+
 def first_error(run: RunDir, logs: Sequence[Log]) -> tuple[Log, str] | None:
     """The log that fell silent first among those that show an error, and its lines from the error on."""
     orderly = good_ends(run)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.run.figures import Figures
     from hpctrain.run.history import RunHistory
     from hpctrain.run.pictures import Picture
+    from hpctrain.run.plans import Plans
 
 
 class RunView:
@@ -140,6 +141,12 @@ class RunView:
         from hpctrain.run.figures import read_figures
 
         return read_figures(self._run.figures)
+
+    def plans(self) -> Plans | None:
+        """Plans that share out the model, as ``hpctrain plan`` has kept them; None without any."""
+        from hpctrain.run.plans import read_plans
+
+        return read_plans(self._run.plans)
 
     def heat_map(self) -> NDArray[Any] | None:
         """float64[ranks, windows]: the monitor's map of busy time beyond the peers' (0.2 for 20%); None without one."""

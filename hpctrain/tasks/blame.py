@@ -19,6 +19,23 @@ PREFIX = re.compile(
     r"Exception encountered when calling [^\n]*\n+|Could not automatically infer [^\n]* Error encountered:"
     r"|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m"
 )
+ADVICE = {
+    r"expected target dtype to be Long|expected scalar type Long": "Classes are whole numbers: array.astype(np.int64)",
+    r"[Tt]arget \d+ is out of bounds|outside the valid range of": (
+        "Classes count from 0, and the last layer has an output for each of them"
+    ),
+    r"invalid data type 'str'|'dict' object has no attribute|valid indices, got '": (
+        "The outputs come first, then the batch"
+    ),
+    r"Using a target size": "Give them the same shape, for example by outputs.squeeze(1)",
+    r"modified by an inplace operation": (
+        "Something in model or loss overwrites what the backward pass needs: write x = x + 1 for x += 1, and leave "
+        "inplace=True out"
+    ),
+    r"not compiled with CUDA": "hpctrain moves model and batch to a GPU if there is one: leave .cuda() and .to() out",
+    r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",
+}
+"""What is added to the fix, by what errors of the frameworks say that beginners meet."""
 SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
 
 
@@ -35,7 +52,14 @@ def blamed(field: str, fix: str) -> Iterator[None]:
 
 def blame(field: str, fix: str, error: BaseException) -> UserError:
     """An error of a task's own code, in a sentence that names a field of the task, and the line."""
-    return UserError(f"{field} fails on the first batch: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
+    said = words(error)
+    what = f"{field} fails on the first batch: {type(error).__name__}: {said}{own_line(error)}"
+    return UserError(what, advised(fix, said))
+
+
+def advised(fix: str, said: str) -> str:
+    """A fix, and what else is known to help against an error that says this."""
+    return ". ".join([fix, *(advice for pattern, advice in ADVICE.items() if re.search(pattern, said))])
 
 
 def words(error: BaseException) -> str:

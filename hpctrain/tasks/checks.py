@@ -74,7 +74,12 @@ def spoken(value: Any) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, types.FunctionType):
         return f"the function {value.__name__}"
-    return f"{type(value).__name__} {' '.join(repr(value).split()):.40}"
+    if isinstance(value, (str, int, float)):
+        return f"{type(value).__name__} {value!r:.40}"
+    if isinstance(value, (list, tuple)):
+        kinds = ", ".join(kind.__name__ for kind in dict.fromkeys(map(type, value)))
+        return f"a {type(value).__name__} of {kinds}" if value else f"an empty {type(value).__name__}"
+    return f"a {type(value).__name__}"
 
 
 def place_of(value: Any) -> str:

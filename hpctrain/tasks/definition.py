@@ -102,6 +102,11 @@ class TorchTask(Task):
     tensor: Mapping[str, LayerCut] = field(default_factory=dict)
     """How layers are cut if ``parallel.tensor`` ranks share out the model: ``hpctrain.columns``, ``hpctrain.rows`` or
     ``hpctrain.vocabulary`` by patterns of their names, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``."""
+    layers: Callable[[Any], Sequence[Callable[[Any], Any]] | Sequence[Sequence[Callable[[Any], Any]]]] | None = None
+    """layers(model) lists what the model applies one after the other, if ``parallel.pipeline`` stages share it out:
+    ``lambda model: [model.embed, *model.blocks, model.head]``. A function among them gets the modules whose parameters
+    it uses by ``functools.partial``. Stages then take equally long; or it returns a list of layers for each stage. An
+    ``nn.Sequential`` needs none."""
 
 
 @dataclass(frozen=True)

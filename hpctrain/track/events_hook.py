@@ -15,6 +15,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
+from hpctrain.train.flops import Flops, of_all
 from hpctrain.train.hooks import BaseHook, StopReason
 from hpctrain.train.metrics import not_numbers
 from hpctrain.train.schedule import first_factor
@@ -57,6 +58,7 @@ class EventsHook(BaseHook):
         self.first_step = self.samples = 0
         self.hosts: list[str] = []
         self.has_started = False
+        self.flops: Flops | None = None
         self.told: set[str] = set()
         """Metrics of which it was said that they are no numbers."""
 
@@ -124,19 +126,30 @@ class EventsHook(BaseHook):
         """Says who trains what with what; dated to when the attempt's training began."""
         self.has_started = True
         variant = training.framework.reducer_name or "none"
+        self.flops = flops = of_all(training.framework.flops, training.world)
         event = RunStarted(
             step=self.first_step,
             time=self.began,
             ranks=training.world.size,
             hosts=tuple(self.hosts),
+            tensor=training.world.tensor.size,
+            pipeline=training.world.pipeline.size,
+            layers=self.layers(training),
             framework=training.framework.name,
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
             gradient_bytes=training.framework.gradient_bytes,
+            flops_per_sample=flops.per_sample if flops else None,
+            peak_flops_per_s=flops.peak_per_s if flops else None,
             versions=provenance.versions(),
             total_steps=training.plan.total_steps,
         )
         self.emit(training, event)
+
+    def layers(self, training: Training) -> tuple[int, ...]:
+        """Of each stage; none if there is one alone. Collective."""
+        stages = training.world.pipeline
+        return tuple(stages.allgather(training.framework.num_layers, "count layers")) if stages.size > 1 else ()
 
     def report(self, training: Training) -> None:
         """The means of the interval that ends here."""
@@ -145,10 +158,11 @@ class EventsHook(BaseHook):
             add(totals, result.sums())
         steps, self.results = len(self.results), []
         add(totals, {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.clock.take().items()})
+        state, data = training.state, training.world.data
         training.clock.mark(Phase.CALLBACKS)
-        means = mean_over_ranks(totals, training.world.data, "report the interval's means")
+        means = mean_over_ranks(totals, data, "report the interval's means")
         training.clock.mark(Phase.EXCHANGE)  # waiting for others is not a rank's own work
-        state, now = training.state, time.time()
+        now = time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now
         timed = [name for name in means if name.startswith("seconds/")]
@@ -157,6 +171,7 @@ class EventsHook(BaseHook):
             step=state.step,
             loss=means.pop("loss", float("nan")),
             grad_norm=means.pop("grad_norm", None),
+            mfu=self.flops.utilisation(samples_per_s / data.size) if self.flops else None,
             lr=first_factor(training.schedule(state.step - 1)),
             samples_per_s=samples_per_s,
             seconds=seconds,

@@ -2,9 +2,10 @@
 
 ``loop`` trains by a ``framework``, whose protocol is there; ``hooks`` attach to it, and ``state`` says where a run
 stands. ``plan`` says how long it trains, ``schedule`` and ``plateau`` set the learning rate, ``seeds`` the random
-numbers; ``evaluation`` judges by ``metrics``, of which ``ranking`` and ``confusion`` are ready-made, and ``profile``
-traces. ``reach`` and ``tree`` find and take apart what objects of the user's hold, and ``stateful`` is for those that
-say it themselves. The names below are for other rooms; each is imported when it is first used.
+numbers; ``evaluation`` judges by ``metrics``, of which ``ranking`` and ``confusion`` are ready-made, ``profile``
+traces, and ``flops`` says how much of a device's speed is used. ``in_step`` has ranks make equally many passes.
+``reach`` and ``tree`` find and take apart what objects of the user's hold, and ``stateful`` is for those that say it
+themselves. The names below are for other rooms; each is imported when it is first used.
 """
 
 from __future__ import annotations

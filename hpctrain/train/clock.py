@@ -28,6 +28,16 @@ class Phase(enum.IntEnum):
     """Training stopped for a checkpoint's snapshot."""
 
 
+class Neighbours(enum.IntEnum):
+    """Whom a rank waits for in the middle of a phase."""
+
+    NOBODY = 0
+    TENSOR = 1
+    """Those that share out the layers of its model."""
+    PIPELINE = 2
+    """Those that have the layers before and behind its own."""
+
+
 class StepClock(Protocol):
     """Receives the ends of phases. All times are of this rank's monotonic clock."""
 
@@ -40,6 +50,34 @@ class StepClock(Protocol):
     def end_step(self, work: float) -> None:
         """A step is complete; ``work``: what it had to do (samples or tokens), which excuses loaded ranks."""
 
+    def begin_wait(self, whom: Neighbours) -> None:
+        """From now on this rank does nothing but wait for others, in the middle of a phase."""
+
+    def end_wait(self) -> None:
+        """They have come. The time since ``begin_wait`` is Phase.EXCHANGE's; the phase goes on."""
+
+
+class NoClock:
+    """For what is no step: rehearsals, and models that nobody trains."""
+
+    def mark(self, phase: Phase) -> None:
+        """See StepClock."""
+
+    def mark_past(self, phase: Phase, ago_s: float) -> None:
+        """See StepClock."""
+
+    def end_step(self, work: float) -> None:
+        """See StepClock."""
+
+    def begin_wait(self, whom: Neighbours) -> None:
+        """See StepClock."""
+
+    def end_wait(self) -> None:
+        """See StepClock."""
+
+
+NO_CLOCK = NoClock()
+
 
 class IntervalClock:
     """Sums each phase's seconds until they are taken."""
@@ -47,6 +85,7 @@ class IntervalClock:
     def __init__(self) -> None:
         self.seconds = [0.0] * len(Phase)
         self.last = time.perf_counter()
+        self.wait_began = self.last
 
     def mark(self, phase: Phase) -> None:
         now = time.perf_counter()
@@ -60,6 +99,14 @@ class IntervalClock:
 
     def end_step(self, work: float) -> None:
         """See StepClock."""
+
+    def begin_wait(self, whom: Neighbours) -> None:
+        self.wait_began = time.perf_counter()
+
+    def end_wait(self) -> None:
+        waited = time.perf_counter() - self.wait_began
+        self.seconds[Phase.EXCHANGE] += waited
+        self.last += waited
 
     def take(self) -> dict[str, float]:
         """Seconds by phase name since the last call."""

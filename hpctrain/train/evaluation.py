@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from hpctrain.comm.group import Group
 from hpctrain.run.figures import Figure
 from hpctrain.train.framework import Framework, HostBatch, Sums
+from hpctrain.train.in_step import in_step
 from hpctrain.train.metrics import Evaluation, flattened
 
 
@@ -36,8 +37,9 @@ def evaluate_one(framework: Framework, batches: Iterable[HostBatch], group: Grou
     totals: Sums = {}
     for meter in framework.meters.values():
         meter.reset()
-    for batch in batches:
-        add(totals, framework.evaluate(batch, framework.meters.values()))
+    for batch, is_own in in_step(batches, framework.meeting):
+        sums = framework.evaluate(batch, framework.meters.values() if is_own else ())
+        add(totals, sums if is_own else {})
     metrics = mean_over_ranks(totals, group, "finish the evaluation")
     figures: dict[str, Figure] = {}
     for name, meter in framework.meters.items():

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.comm.group import Group
 from hpctrain.data import Samples
+from hpctrain.train.flops import Flops
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import Factors
 from hpctrain.train.state import StateTensor
@@ -58,6 +60,22 @@ class Framework(Protocol):
     def gradient_bytes(self) -> int:
         """Of all gradients in fp32, before any compression."""
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of this rank's stage; 0 if the model is not shared out among stages."""
+
+    @property
+    def valueless(self) -> frozenset[str]:
+        """Names of weights of the model, on whatever rank, that have no values before ``load``."""
+
+    @property
+    def flops(self) -> Flops | None:
+        """What training on a sample takes, once ``dry_call`` has counted it; None if it cannot be counted."""
+
+    @property
+    def meeting(self) -> Group | None:
+        """Ranks that meet in each pass, so that all make equally many (see in_step.py); None if each makes its own."""
+
     def set_learning_rate(self, factors: Factors) -> None:
         """Multiplies the optimizer's own learning rates, as they were when the task was made; ``OwnRates`` leaves them.
 
@@ -70,8 +88,10 @@ class Framework(Protocol):
         Raises NonFiniteLoss, on every rank, if no loss scaling is there to skip the step.
         """
 
-    def dry_call(self, batch: HostBatch) -> None:
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
         """Tries forward pass, loss and metrics on a batch, and leaves all state as it was. No other rank is needed.
+
+        Evaluations are tried on a batch of each set of ``validation`` data; if none is given, on the same batch.
 
         Raises UserError naming the field of the task at fault, and the user's line.
         """

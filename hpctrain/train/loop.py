@@ -12,6 +12,7 @@ from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult
 from hpctrain.train.hooks import Hook, StopReason, first_reason
+from hpctrain.train.metrics import Evaluation
 from hpctrain.train.training import Training
 
 
@@ -88,8 +89,9 @@ class Trainer(Training):
         if not self.validation:
             return None
         sets = {name: self.moving(batches) for name, batches in self.validation.items()}
-        self.evaluation = evaluate(self.framework, sets, self.world.data)
-        self.metrics = self.evaluation.metrics
+        found = evaluate(self.framework, sets, self.world.data)
+        self.metrics = self.world.same(found.metrics, "agree on the metrics")
+        self.evaluation = Evaluation(self.metrics, found.figures)
         return first_reason([hook.after_eval(self, self.metrics) for hook in self.hooks])
 
     def moving(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:

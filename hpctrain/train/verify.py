@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class VerifyWeights(BaseHook):
     """Fails the run, on every rank, at the first step at which a rank's weights differ in any bit from those that they
-    should be equal to: rank 0's or, what is cut, those of the first tensor group."""
+    should be equal to: those of the first rank of its stage or, what is cut, of the stage's first tensor group."""
 
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
@@ -24,11 +24,14 @@ class VerifyWeights(BaseHook):
         if step % self.every_steps == 0:
             shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
             hashes = world.everyone.allgather([framework.weights_hash(), shared], "compare the weights")
-            wanted = [[hashes[index][0], hashes[0][1]] for index in range(world.tensor.size)]
-            odd = [rank for rank, found in enumerate(hashes) if found != wanted[rank % world.tensor.size]]
+            tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
+            first = [rank - rank % stage for rank in range(len(hashes))]  # of the same stage
+            wanted = [[hashes[one + rank % tensor][0], hashes[one][1]] for rank, one in enumerate(first)]
+            odd = [rank for rank, found in enumerate(hashes) if found != wanted[rank]]
             if odd:
                 raise NoRequeue(
-                    f"after step {step} the weights of rank {', '.join(map(str, odd))} differ from those of rank 0",
+                    f"after step {step} the weights of rank {', '.join(map(str, odd))} differ from those of "
+                    f"rank {first[odd[0]]}",
                     "look for code in the task that changes weights by itself or depends on the rank; else suspect the "
                     "hardware or MPI of these ranks",
                 )

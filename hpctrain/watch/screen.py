@@ -103,6 +103,7 @@ def _head(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
         f"attempt {view.attempt}" if view.attempt else "",
         f"{view.requeues} requeue{'' if view.requeues == 1 else 's'}" if view.requeues else "",
         ranks + hosts,
+        view.plan,
         view.framework or "",
         f"reducer {view.reducer}" if view.reducer else "",
         f"job {view.job}" if view.job else "",
@@ -139,6 +140,7 @@ def _rates(view: View) -> Iterator[Text]:
     parts = [
         (f"{number(view.steps_per_s)} steps/s" if view.steps_per_s else "", ""),
         (f"{number(view.samples_per_s)} samples/s" if view.samples_per_s else "", ""),
+        (f"{100 * view.mfu:.3g}% MFU" if view.mfu is not None else "", ""),
         (f"ends in {duration(view.end_in_s)}" if view.end_in_s is not None else "", "yellow" if late else ""),
         (f"time limit in {duration(view.limit_in_s)}" if view.limit_in_s is not None else "", "yellow" if late else ""),
         (f"last event {age(silence)}" if silence is not None else "", "yellow" if runs else "dim"),

@@ -50,6 +50,8 @@ class View:
     """Attempts that Slurm began by itself."""
     num_ranks: int | None
     num_hosts: int | None
+    plan: str
+    """How the ranks share out the model; empty if each has it whole."""
     framework: str | None
     reducer: str | None
     job: str | None
@@ -59,6 +61,8 @@ class View:
     epochs: int | None
     steps_per_s: float | None
     samples_per_s: float | None
+    mfu: float | None
+    """Model FLOPs utilisation, 0.4 for 40%."""
     end_in_s: float | None
     """Until the last step at the measured rate."""
     limit_in_s: float | None
@@ -109,6 +113,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
         requeues=sum(1 for each in found.attempts if each.restarts),
         num_ranks=newest.ranks or started.ranks or window.num_ranks,
         num_hosts=len(set(hosts)) or newest.nodes,
+        plan=newest.plan,
         framework=started.framework,
         reducer=started.reducer,
         job=(job.id if job else None) or newest.job_id,
@@ -118,6 +123,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
         epochs=(found.config.get("train") or {}).get("epochs"),
         steps_per_s=progress.steps_per_s,
         samples_per_s=train.samples_per_s,
+        mfu=train.mfu,
         end_in_s=max(0.0, left_s - max(0.0, now - train.time)) if left_s is not None else None,
         limit_in_s=_limit_in(job, job_age_s) if runs else None,
         silent_s=max(0.0, now - progress.last_time) if progress.last_time is not None else None,

@@ -42,6 +42,7 @@ def measured(network: netns.Network, hosts: int, out: Path) -> list[Sample]:
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
+@pytest.mark.alone
 def test_two_hosts_foretell_the_exchange_of_three_and_four(network: netns.Network, tmp_path: Path) -> None:
     samples = measured(network, 2, tmp_path / "2.json")
     model = fit_exchange([sample for sample in samples if sample.ring])
@@ -73,6 +74,7 @@ def test_a_run_at_two_sizes(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run-scaling"
     assert json.loads((folder / "scaling.json").read_text()) == result
     assert "Efficiency" in (folder / "scaling.svg").read_text()
+    assert result["parallel"] == {"tensor": 1, "pipeline": 1, "shard": "none"}
     assert result["reducer"] == "mpi-node" and result["gradient_bytes"] > 1000
     assert result["exchange"]["inside_node"]["bytes_per_s"] > 1e8
     weak, strong = result["modes"]["weak"], result["modes"]["strong"]

@@ -1,4 +1,7 @@
-"""Programs of others under our supervisor: they get the variables of their own launcher, and give its numbers."""
+"""Programs of others under our supervisor: they get the variables of their own launcher, and give its numbers.
+
+With HPCTRAIN_FOREIGN=all each kind of program is compared with its own launcher, else Horovod's for PyTorch alone.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import foreign_programs as foreign
 from tests.support.command import endings, hpctrain
-
-PROGRAMS = Path(__file__).parent / "programs"
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -22,8 +24,19 @@ def weights(text: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.timeout(foreign.LIMIT_S * 2)
+@pytest.mark.parametrize("name", foreign.COMPARED)
+def test_a_program_gives_the_numbers_of_its_own_launcher(name: str, tmp_path: Path) -> None:
+    own = foreign.under_its_own_launcher(name, tmp_path)
+    program = (sys.executable, *foreign.words(name))
+    ours = hpctrain("run", "-n", 2, "--name", name, "--", *program, cwd=tmp_path, timeout=foreign.LIMIT_S)
+    assert len(foreign.losses(own.stdout)) == 5, own.output
+    assert foreign.losses(ours.stdout) == foreign.losses(own.stdout)
+    assert endings(tmp_path / "runs" / name) == ["completed", "completed"]
+
+
 def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
-    script = PROGRAMS / "foreign_multiworker.py"
+    script = foreign.PROGRAMS / "foreign_multiworker.py"
     words = ("--launch.convention", "tensorflow", "--", sys.executable, script)
     said = hpctrain("run", "-n", 2, "--name", "workers", *words, cwd=tmp_path, timeout=120)
     assert weights(said.stdout) == pytest.approx(2.767998, abs=1e-5), "what one process computes"
@@ -32,14 +45,14 @@ def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
 
 
 def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_path: Path) -> None:
-    program = (sys.executable, PROGRAMS / "foreign_ddp.py", "die")
+    program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "die")
     said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, timeout=120, code=70)
     assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
     assert re.search(r"rank 1 on \S+: .*exit code 1 \(.*the disk of the data is gone\)", said.stderr), said.stderr
 
 
 def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
-    words = ("--monitor.hang_s", 2, "--", sys.executable, PROGRAMS / "foreign_hang.py")
+    words = ("--monitor.hang_s", 2, "--", sys.executable, foreign.PROGRAMS / "foreign_hang.py")
     said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, timeout=120, code=70)
     stacks = "".join(path.read_text() for path in (tmp_path / "runs" / "hangs" / "monitor").glob("stack-1-*"))
     assert "waits_for_godot" in stacks

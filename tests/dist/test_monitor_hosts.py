@@ -12,6 +12,8 @@ from tests.support import netns
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[netns.Network]:

@@ -22,6 +22,8 @@ ACCUSING = ("rank", "host", "pauses")
 MOST_SHARED = 0.1
 """Of one processor; on a machine that nobody else uses it is 0.01, with the agent, which is nobody's child any more."""
 
+pytestmark = pytest.mark.alone
+
 
 def step_of(folder: Path) -> int:
     """The last window's end, as the live view tells."""

@@ -16,6 +16,8 @@ from hpctrain.run.view import RunView
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 
+pytestmark = pytest.mark.alone
+
 
 def run(mpirun: Callable[..., Any], ranks: int, folder: Path, **script: Any) -> tuple[list[dict[str, Any]], Any]:
     """Runs the loop; its monitor's events, and what it printed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from tests.support.mpi import python, run_in_group
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 REPORTS = (PROJECT / "docs" / "reports.md").read_text(encoding="utf-8")
+PARALLEL = (PROJECT / "docs" / "parallel.md").read_text(encoding="utf-8")
 TASKS = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
 SHORTER = {
     "examples/chartext.yaml": ["--train.steps", "5"],
@@ -74,6 +76,31 @@ def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
     for words in commands(REPORTS):
         assert hpctrain(*words, cwd=newcomer).stdout
     assert (newcomer / "runs/wave/report.html").exists() and (newcomer / "comparison.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
+    """On two ranks that share out samples, the layers, and the sequence of layers."""
+    shutil.copytree(PROJECT / "docs", newcomer / "docs")
+    section = PARALLEL.partition("## A GPT at any plan")[2].partition("\n## ")[0]
+    for words in commands(section):
+        more = ["--train.steps", 8, "--track.every_steps", 1] if words[0] == "run" else []
+        hpctrain(*words, *more, cwd=newcomer, timeout=250, warm="torch")
+    names = ("gpt", "gpt-cut", "gpt-stages")
+    whole, cut, staged = ([one["loss"] for one in events(newcomer / "runs" / name, "train")] for name in names)
+    assert cut == pytest.approx(whole, rel=1e-5)
+    assert staged == pytest.approx(whole, rel=1e-5)
+    assert len(whole) == 8 and whole[-1] < whole[0] - 0.1
+    section = PARALLEL.partition("### How long a step would take")[2].partition("\n## ")[0]
+    for words in commands(section):
+        more = ["--steps", 12, "--rounds", 1, "--mode", "weak", "--reduce.kind", "mpi"] if words[0] == "bench" else []
+        hpctrain(*words, *more, cwd=newcomer, timeout=250, warm="torch")
+    plans = json.loads((newcomer / "runs/gpt/plans.json").read_text())["plans"]
+    assert len(plans) == 5 and all(one["step_s"] > 0 for one in plans)
+    assert "tensor 2 x data 1" in (newcomer / "plans.svg").read_text()
+    hpctrain("report", "runs/gpt", cwd=newcomer)
+    assert "ms a step, expected" in (newcomer / "runs/gpt/report.html").read_text()
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ import pytest
 
 from hpctrain import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
+from hpctrain.cli import main
 from tests.support.mpi import mpirun
 
 PROGRAM = Path(__file__).parent / "programs" / "tensor_training.py"
 ROOT = Path(__file__).parents[2]
-EXACT = ("horovod", "auto", "all-four", "adagrad")
+EXACT = ("horovod", "auto", "all-four", "adagrad", "sharded", "sharded-fused", "sharded-adagrad")
 
 pytestmark = pytest.mark.world_size(4)
 Found = dict[str, Any]
@@ -31,6 +32,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
     @functools.cache
     def launched() -> tuple[Path, Found]:
         folder = tmp_path_factory.mktemp("plans")
+        (folder / "text.txt").write_text("".join(map(str, range(60))))
+        assert main(["data", "pack", f"{folder}/text.txt", "-o", f"{folder}/tokens.h5", "--context", "9"]) == 0
         results: Found = {}
         for ranks in (4, 1):
             said = mpirun(ranks, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
@@ -42,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 
 def wanted_of(name: str) -> str:
     """The run of one process that a run of many must equal."""
-    return "alone-adagrad" if name == "adagrad" else "adamw"
+    return "alone-adagrad" if name.endswith("adagrad") else "adamw"
 
 
 def load_hdf5(path: Path) -> Any:
@@ -51,12 +54,12 @@ def load_hdf5(path: Path) -> Any:
         return file["output"][...]
 
 
-def require_same_state(folder: Path, name: str, step: int = 6, of: str | None = None) -> None:
+def require_same_state(folder: Path, name: str, step: int = 6, of: str | None = None, least: int = 80) -> None:
     """Weights, averages and the optimizer's slots are those of one process, each as a whole tensor."""
     found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
     wanted = CheckpointStore(folder / (of or wanted_of(name)) / "checkpoints").load(step).arrays
     names = [key for key in wanted if key.startswith(("model/", "optimizer/", "ema/"))]
-    assert len(names) > 80
+    assert len(names) > least
     assert set(names) == {key for key in found if key.startswith(("model/", "optimizer/", "ema/"))}
     for key in names:
         np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
@@ -73,7 +76,19 @@ def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found
     require_same_state(folder, name)
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("horovod", 2), ("auto", 2), ("all-four", 4)])
+@pytest.mark.parametrize(("name", "whole"), [("gpt-2", "gpt"), ("gpt-4", "gpt-plain"), ("gpt-stages", "gpt-plain")])
+def test_the_ready_gpt_trains_as_in_one_process(found: Callable[[], tuple[Path, Found]], name: str, whole: str) -> None:
+    """Grouped heads, SwiGLU, tied and untied ends, a loss of which each rank has some classes, and a pipeline of it."""
+    folder, results = found()
+    np.testing.assert_allclose(results[name]["losses"], results[whole]["losses"], rtol=0, atol=1e-12)
+    assert len(results[name]["losses"]) == 6
+    for metric in ("loss", "accuracy"):
+        mine, others = (results[one]["metrics"][metric] for one in (name, whole))
+        np.testing.assert_allclose(mine, others, rtol=0, atol=1e-12)
+    require_same_state(folder, name, of=whole, least=40)
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("horovod", 2), ("auto", 2), ("all-four", 4), ("sharded", 2)])
 def test_what_is_not_cut_stays_equal_bit_for_bit(
     found: Callable[[], tuple[Path, Found]], name: str, tensor: int
 ) -> None:
@@ -90,6 +105,29 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
     np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
     require_same_state(folder, "chain")
     assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
+
+
+@pytest.mark.parametrize("end", ["chain", "fork"])
+def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(
+    found: Callable[[], tuple[Path, Found]], end: str
+) -> None:
+    """Two ranks a model with sharded optimizers, between four ranks a model, whole models that are sharded, and whole
+    ones on four ranks or in one process."""
+    folder, results = found()
+    names = [*(f"sharded-chain-{step}" for step in range(1, 6)), f"sharded-{end}-6"]
+    losses = [loss for name in names for loss in results[name]["losses"]]
+    np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
+    require_same_state(folder, f"sharded-{end}")
+    assert verify_checkpoint(CheckpointStore(folder / "sharded-chain" / "checkpoints"), 5).problems == ()
+
+
+def test_each_rank_has_its_share_of_what_its_group_has(found: Callable[[], tuple[Path, Found]]) -> None:
+    """Half of AdamW's two moments, to half a row of either at the cut."""
+    results = found()[1]
+    whole, halves = results["horovod"]["slots"], results["sharded"]["slots"]
+    row = 4 * 16 // 2
+    assert all(abs(half - whole[0] / 2) <= row for half in halves)
+    assert halves[0] == halves[1] and halves[2] == halves[3], "of a group, all ranks have the same rows"
 
 
 def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path, Found]]) -> None:
@@ -129,6 +167,7 @@ def test_low_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> No
 def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
     results = found()[1]
     assert "the gradient of blocks.0.inner_norm.weight differs between ranks" in results["inner-norm"]["error"]
+    assert "the gradient of blocks.1.inner_norm.bias differs between ranks" in results["sharded-inner-norm"]["error"]
     assert "in update 1 the losses of ranks that share out the model differ: " in results["ungathered"]["error"]
     assert "after step 2 the weights of rank 1, 3 differ from those of rank 0" in results["drifted"]["error"]
     assert "parallel.tensor is 3, and 4 ranks do not divide into groups of that size" in results["uneven"]["error"]

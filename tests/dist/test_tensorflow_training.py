@@ -17,7 +17,7 @@ from tests.support.mpi import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
-EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "evaluated", "judged", "joined")
+EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "wide", "evaluated", "judged", "joined")
 """What must not depend on the number of ranks."""
 ELSEWHERE = ("fp16-wire", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
 
@@ -61,7 +61,7 @@ def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("scenario", ["accumulate", "clip", "weighted"])
+@pytest.mark.parametrize("scenario", ["accumulate", "clip", "weighted", "wide"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_number_of_ranks_changes_nothing(ranks: int, scenario: str) -> None:
     found = results(ranks)[scenario]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.train.clock import Phase
+from hpctrain.train.clock import Neighbours, Phase
 
 pytestmark = pytest.mark.gpu
 CYCLES_PER_MS = 1_500_000
@@ -39,3 +39,25 @@ def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
     assert clock.published >= 5
     assert clock.totals[Phase.BACKWARD] == pytest.approx(4 * clock.totals[Phase.FORWARD], rel=0.1)
     assert clock.totals[Phase.FORWARD] + clock.totals[Phase.BACKWARD] == pytest.approx(worked, rel=0.2)
+
+
+def test_a_wait_on_the_host_is_not_the_phases() -> None:
+    """As in the sum of a cut layer: what is to be sent has been copied to the host, so that the device is done."""
+    torch = pytest.importorskip("torch")
+    from hpctrain.monitor.rank.torch_clock import follow_cuda
+
+    clock = RingClock()
+    follow_cuda(clock)
+    for _ in range(5):
+        torch.cuda._sleep(2 * CYCLES_PER_MS)
+        torch.cuda.synchronize()
+        clock.begin_wait(Neighbours.TENSOR)
+        time.sleep(0.02)  # the wait itself
+        clock.end_wait()
+        torch.cuda._sleep(2 * CYCLES_PER_MS)
+        clock.mark(Phase.FORWARD)
+        clock.end_step(32)
+    torch.cuda.synchronize()
+    clock.end_step(32)
+    assert clock.totals[Phase.EXCHANGE] == pytest.approx(0.1, rel=0.3)
+    assert clock.totals[Phase.FORWARD] < 0.06

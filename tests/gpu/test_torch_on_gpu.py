@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.mpi import mpirun
 
@@ -61,3 +62,24 @@ def test_ranks_that_share_a_gpu_shard_their_optimizers(tmp_path: Path) -> None:
     assert len(set(found["own_steps"]["hashes"])) == 1
     for before, spoiled, after in found["overflow"]["hashes"]:
         assert before == spoiled != after
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank on each GPU")
+def test_parameters_are_sharded_over_two_gpus(tmp_path: Path) -> None:
+    program, environment = PROGRAMS / "torch_fully_sharded.py", {"PYTHONPATH": str(ROOT)}
+    mpirun(2, program, tmp_path, "uneven", "layers", env=environment, timeout=240)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for case in (*found["uneven"].values(), found["layers"]):
+        assert case["difference"] <= 1e-9, "in float64, whose sums a GPU may form in another order"
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL takes one rank on each GPU")
+def test_layers_and_stages_are_shared_out_over_four_gpus(tmp_path: Path) -> None:
+    program, environment = PROGRAMS / "torch_fully_sharded.py", {"PYTHONPATH": str(ROOT)}
+    mpirun(4, program, tmp_path, "exchanges", env=environment, timeout=240)
+    found = json.loads((tmp_path / "found.json").read_text())["exchanges"]
+    for plan in found.values():
+        assert plan["opened"]
+        assert plan["difference"] <= 1e-9, "in float64, whose sums a GPU may form in another order"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpctrain.data import open_stream
 from hpctrain.parallel.tensor_words import rows
 from hpctrain.tasks.definition import TorchScheduler, TorchTask
 from hpctrain.train.hooks import RateHook
+from tests.support.torch_metrics import Hits
 
 SAMPLES = 40
 
@@ -38,12 +40,27 @@ class Images(nn.Module):
         return self.head(hidden.flatten(2).mean(2)).float()
 
 
+class Remembering(Images):
+    """Has state that is no tensor of the module."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        """A number."""
+        return {"count": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing depends on it."""
+
+
+OF_WORDS = {Feature.MAX_NORM, Feature.SPARSE_ADAM, Feature.SPARSE_ROWS}
+
+
 class Words(nn.Module):
     """A table of embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, uses: set[Feature]) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 1, sparse=True)
+        self.table = nn.Embedding(50, 1, sparse=bool(uses & OF_WORDS - {Feature.MAX_NORM}))
+        self.table.max_norm = 1.0 if Feature.MAX_NORM in uses else None
 
     def forward(self, words: Tensor) -> Tensor:
         """[n, 1]."""
@@ -92,12 +109,17 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.mse_loss(outputs, batch["y"])
 
 
+def size(model: nn.Module, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """A penalty."""
+    return torch.stack([one.detach().square().sum() for one in model.parameters()]).sum()
+
+
 def data_for(uses: set[Feature]) -> Any:
     """40 samples."""
     random = np.random.default_rng(3)
     shape = (SAMPLES, 2, 4, 4, 4) if Feature.VOLUMES in uses else (SAMPLES, 2, 4, 4)
     inputs = {"x": random.normal(size=shape).astype(np.float32)}
-    if uses & {Feature.SPARSE_ADAM, Feature.SPARSE_ROWS}:
+    if uses & OF_WORDS:
         inputs = {"words": random.integers(0, 50, (SAMPLES, 5))}
     return inputs | {"y": random.normal(size=(SAMPLES, 1)).astype(np.float32)}
 
@@ -114,17 +136,28 @@ def task(uses: list[str]) -> TorchTask:
     has = {Feature[name] for name in uses}
     several = bool(has & {Feature.SEVERAL_MODELS, Feature.SEVERAL_OPTIMIZERS})
     torch.manual_seed(3)
-    of_words = bool(has & {Feature.SPARSE_ADAM, Feature.SPARSE_ROWS})
-    models = {name: Words() if of_words else Images(has) for name in ("one", "other")}
+    of_words = bool(has & OF_WORDS)
+    images = Remembering if Feature.EXTRA_STATE in has else Images
+    models = {name: Words(has) if of_words else images(has) for name in ("one", "other")}
     for model in models.values():
         if Feature.HALF_PARAMETERS in has:
             model.to(torch.bfloat16)
+        if Feature.MIXED_PARAMETERS in has:
+            model.head.double()
+        if Feature.VALUELESS in has:
+            model.head.to("meta")
+        if Feature.PARAMETER_HOOKS in has:
+            model.head.weight.register_hook(torch.clone)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         if Feature.SPARSE_ADAM in has:
             return torch.optim.SparseAdam(model.parameters(), lr=0.01)
-        kinds = {Feature.COUPLED: Coupled, Feature.OWN_OPTIMIZER_STATE: Counting}
-        kind = next((kinds[one] for one in kinds if one in has), torch.optim.SGD)
+        kinds: dict[Feature, type[torch.optim.Optimizer]] = {
+            Feature.COUPLED: Coupled,
+            Feature.OWN_OPTIMIZER_STATE: Counting,
+            Feature.WHOLE_TENSORS: torch.optim.Adafactor,
+        }
+        kind: Any = next((kinds[one] for one in kinds if one in has), torch.optim.SGD)
         made = kind(model.parameters(), lr=0.01)
         if Feature.STEP_HOOKS in has:
             made.register_step_pre_hook(lambda optimizer, args, kwargs: None)
@@ -145,8 +178,11 @@ def task(uses: list[str]) -> TorchTask:
     made |= {} if Feature.NO_JUDGE in has else {"loss": loss}
     made |= {} if Feature.NO_FORWARD in has else {"forward": forward}
     made |= {"tensor": {"head": rows}} if Feature.NO_CUTS not in has else {}
+    made |= {"metrics": {"size": functools.partial(size, models["one"])}} if Feature.GRASPED_MODEL in has else {}
+    made |= {"layers": lambda model: list(model.children())} if Feature.NO_LAYERS not in has else {}
     made |= {"step": step} if Feature.OWN_STEP in has or several else {}
     made |= {"metrics": {"loss_again": loss}} if Feature.METRICS in has else {}
+    made |= {"metrics": {"hits": Hits()}} if Feature.TORCH_METRICS in has else {}
     made |= {"sampler": lambda epoch: np.arange(SAMPLES)} if Feature.SAMPLER in has else {}
     made |= {"schedule": lambda step: 0.5} if Feature.TASK_SCHEDULE in has else {}
     if has & {Feature.TORCH_SCHEDULER, Feature.EVALUATION_SCHEDULER}:
@@ -154,6 +190,7 @@ def task(uses: list[str]) -> TorchTask:
         scheduler = torch.optim.lr_scheduler.StepLR
         made |= {"schedule": TorchScheduler(lambda each: scheduler(each, 1), every)}  # type: ignore[arg-type]
     made |= {"state": {"lanes": PerRank(CarriedState(), on_other_ranks="split")}} if Feature.CARRIED in has else {}
+    made |= {"state": {"each": PerRank(CarriedState(), on_other_ranks="split")}} if Feature.PER_RANK in has else {}
     made |= {"hooks": [Halved()]} if Feature.RATE_HOOK in has else {}
     optimizers = {name: optimizer(model) for name, model in models.items()}
     both = {"model": models, "optimizer": optimizers}

@@ -66,21 +66,26 @@ def status(key: str) -> int:
 
 def measured(work: Callable[[], Any]) -> tuple[int, int]:
     """Bytes that a piece of work reads, and how many more it holds meanwhile than before and afterwards."""
-    read, real = [0], os.preadv
+    total, real_preadv, real_read = [0], os.preadv, os.read
 
     def preadv(descriptor: int, views: Any, offset: int, flags: int = 0) -> int:
-        count = real(descriptor, views, offset, flags)
-        read[0] += count
+        count = real_preadv(descriptor, views, offset, flags)
+        total[0] += count
         return count
+
+    def read(descriptor: int, count: int) -> bytes:
+        data = real_read(descriptor, count)
+        total[0] += len(data)
+        return data
 
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     before = status("VmRSS")
-    os.preadv = preadv
+    os.preadv, os.read = preadv, read
     try:
         work()
     finally:
-        os.preadv = real
-    return read[0], status("VmHWM") - max(before, status("VmRSS"))
+        os.preadv, os.read = real_preadv, real_read
+    return total[0], status("VmHWM") - max(before, status("VmRSS"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain import TorchTask, columns, rows, vocabulary
+from hpctrain import TorchTask, columns, cross_entropy, rows, vocabulary
 
 WORDS, LENGTH, WIDTH, HEADS, SAMPLES = 24, 7, 16, 4, 20
 
@@ -107,9 +108,27 @@ def gpt(
         "adamw": lambda: torch.optim.AdamW(groups, lr=1e-2, eps=1e-4),
         "fused": lambda: torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=True),
         "adagrad": lambda: torch.optim.Adagrad(model.parameters(), lr=1e-2, eps=1e-4),
+        "adafactor": lambda: torch.optim.Adafactor(model.parameters(), lr=1e-2),
     }[optimizer]()
     layers = {name: cut for name, cut in LAYERS.items() if name != leave_out}
     if not gathers:
         layers["head"] = columns
     judge = loss if gathers else squares
     return TorchTask(model, judge, made, tokens(), validation=tokens(), tensor=layers)
+
+
+def numbered() -> TorchTask:
+    """The samples have numbers."""
+    return replace(gpt(), train=tokens() | {"id": np.arange(SAMPLES)})
+
+
+def classes() -> TorchTask:
+    """No rank has the outputs for all words, and the loss does not need them."""
+    cuts = LAYERS | {"head": columns(classes=True)}
+    return replace(numbered(), loss=lambda outputs, batch: cross_entropy(outputs, batch["words"]), tensor=cuts)
+
+
+def opening() -> TorchTask:
+    """Opens torch.distributed itself, on this rank alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return gpt()

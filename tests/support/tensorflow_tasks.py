@@ -12,7 +12,7 @@ from keras import layers, ops
 from numpy.typing import NDArray
 
 from hpctrain.comm.world import World
-from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
 from hpctrain.frameworks.tensorflow.framework import KerasFramework, open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
@@ -57,6 +57,11 @@ def plain_model() -> keras.Model:
     return keras.Sequential(
         [keras.Input((12,)), layers.Dense(31, activation="tanh"), layers.Dense(16, activation="relu"), layers.Dense(3)]
     )
+
+
+def wide_model() -> keras.Model:
+    """With more weights than are exchanged as one piece."""
+    return keras.Sequential([keras.Input((12,)), layers.Dense(2048, activation="tanh"), layers.Dense(3)])
 
 
 def noisy_model() -> keras.Model:
@@ -109,6 +114,7 @@ def make_framework(
     reduce: Any = (),
     choice: Callable[[ReduceConfig, World], ReducerChoice] = ReducerChoice,
     metrics: Any = None,
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
     state: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> KerasFramework:
@@ -122,6 +128,7 @@ def make_framework(
         task="a:b",
         seed=7,
         train=settings,
+        parallel=parallel,
         reduce=ReduceConfig(kind=kind, **dict(reduce)),  # type: ignore[arg-type]
     )
     return open_keras(task, world, config, IntervalClock(), choice(config.reduce, world))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,34 @@ class ThreadGroup(Group):
         values[...] = self.gather(values, what, timeout_s).sum(0)
 
 
-def in_threads(size: int, work: Callable[[Group], Result]) -> list[Result]:
+class Messages(ThreadGroup):
+    """That send each other arrays, too, by way of queues."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        super().__init__(group.rank, group.table, group.meeting)
+        self.table[self.rank] = {}
+        self.meeting.wait(PATIENCE_S)
+        self.queues: list[dict[tuple[int, Any], queue.Queue[Any]]] = list(self.table)
+        """Of each rank, by who sends, and tag."""
+        self.meeting.wait(PATIENCE_S)
+
+    def to(self, rank: int, tag: Any) -> queue.Queue[Any]:
+        """What this rank sends to another one."""
+        return self.queues[rank].setdefault((self.rank, tag), queue.Queue())
+
+    def coming(self, rank: int, tag: Any) -> queue.Queue[Any]:
+        """What another rank sends to this one."""
+        return self.queues[self.rank].setdefault((rank, tag), queue.Queue())
+
+    def post(self, values: NDArray[Any], rank: int, tag: int) -> Callable[[], bool]:
+        self.to(rank, tag).put(np.array(values))
+        return lambda: True
+
+    def fetch(self, values: NDArray[Any], rank: int, tag: int, what: str, timeout_s: float = TIMEOUT_S) -> None:
+        values[...] = self.coming(rank, tag).get(timeout=PATIENCE_S)
+
+
+def in_threads(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
     """What each of so many ranks returns; if one raises, all end."""
     table: list[Any] = [None] * size
     meeting = threading.Barrier(size)

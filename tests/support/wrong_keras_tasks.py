@@ -105,6 +105,7 @@ WRONG: dict[str, Any] = {
     "model_class": lambda: made(model=keras.Sequential),
     "numpy": lambda: made(loss=lambda outputs, batch: np.mean((np.argmax(outputs, 1) - batch["y"]) ** 2)),
     "labels": lambda: made(train=data(y=np.full(40, 3))),
+    "validation_names": lambda: made(validation={"x": data()["x"], "label": data()["y"]}),
     "metrics_list": lambda: made(metrics=["accuracy"]),
     "input_shape": lambda: made(model=keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])),
     "pair": lambda: made(train=(data()["x"], data()["y"])),

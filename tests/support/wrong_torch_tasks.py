@@ -53,6 +53,12 @@ def loss(outputs: Any, batch: Any) -> Any:
     return functional.cross_entropy(outputs, batch["y"])
 
 
+def step(ctx: Any, batch: Any) -> None:
+    """Trains on arrays that validation does not have."""
+    ctx.backward(loss(ctx.model(batch["x"]), batch))
+    ctx.update()
+
+
 def made(**changes: Any) -> TorchTask:
     """A task that works, but for the changes."""
     random = np.random.default_rng(3)
@@ -170,10 +176,17 @@ WRONG: dict[str, Any] = {
     "metric": lambda: made(metrics={"accuracy": broken_metric}),
     "metric_class": lambda: made(metrics={"accuracy": nn.L1Loss}),
     "metric_of_samples": lambda: made(metrics={"wrong": lambda outputs, batch: outputs.argmax(1) != batch["y"]}),
+    "validation_names": lambda: made(validation={"x": data()["x"], "label": data()["y"]}),
     "optimizer_class": lambda: made(optimizer=torch.optim.Adam),
     "model_class": lambda: dataclasses.replace(made(), model=NoForward),
 }
 RIGHT: dict[str, Any] = {
+    "validation_only": lambda: made(
+        loss=None,
+        step=step,
+        validation={"x": data()["x"], "label": data()["y"]},
+        metrics={"accuracy": broken_metric},  # which fits here
+    ),
     "cross_entropy": lambda: made(loss="cross_entropy"),
     "object": lambda: made(loss=nn.CrossEntropyLoss()),
     "function": lambda: made(loss=functional.cross_entropy),

@@ -23,7 +23,7 @@ ROOMS: dict[str, str] = {
     "data": "errors system",
     "reduce": "errors system config comm",
     "train": "errors config comm run data",
-    "parallel": "errors config comm reduce train",
+    "parallel": "errors system config comm reduce train",
     "tasks": "errors system comm train parallel",
     "frameworks": "errors config comm data reduce parallel train tasks",
     "checkpoint": "errors system config comm run data train tasks frameworks",
@@ -36,9 +36,10 @@ ROOMS: dict[str, str] = {
     "watch": "errors system run track launch",
     "doctor": "errors system config comm run reduce launch",
     "horovod_wheel": "errors system",
-    "bench": "errors system config comm run data reduce train tasks frameworks checkpoint monitor launch report",
+    "bench": "errors system config comm run data reduce train tasks parallel frameworks checkpoint monitor launch "
+    "report",
     "commands": "errors system config comm run data train parallel tasks frameworks checkpoint track rank registry "
-    "launch report watch doctor horovod_wheel cli",
+    "bench launch report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
     "__init__": "errors config comm run data reduce train tasks parallel frameworks checkpoint monitor track rank",
@@ -185,8 +186,9 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 
 SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "forward", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
-    *("nargs", "epilog", "overrides", "program", "extraction_filter"),
+    *("nargs", "epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),
+    *("constraint", "learning_rate", "overwrite_with_gradient"),
     *("stage", "future", "failure", "structure", "done", "summed"),
 }
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "run": config.name,
         "threshold": args.threshold,
+        "parallel": dataclasses.asdict(config.parallel),
         "threads": threads or config.train.threads or config.launch.slurm.cpus_per_rank or 1,
         **analyse(by_mode, samples, runs.started(jobs), crowded, assumed, cores, args.threshold),
     }

@@ -26,12 +26,21 @@ REPLACED = ".original_module."
 """Stands in the name of what such a weight takes the place of."""
 
 
+KERAS = re.compile(r"(?P<layer>(.+/)?)lora_(?P<weight>kernel|embeddings)_a")
+"""As Keras' ``enable_lora`` names the first matrix of an adapter."""
+BY_HAND = {
+    False: "merge it in Python, with PEFT's merge_and_unload",
+    True: "merge it in Python: layer.kernel is what a Keras layer computes with",
+}
+"""What helps with other adapters, by whether they are of Keras."""
+
+
 @dataclass(frozen=True)
 class Adapter:
-    """Names of the matrices that adapt a weight."""
+    """Names of the matrices whose product, [..., rank] @ [rank, last], is added to a weight."""
 
-    down: str
-    up: str
+    left: str
+    right: str
 
 
 def merge_lora(
@@ -41,32 +50,28 @@ def merge_lora(
 
     Args:
         weights: ``X.base_layer.weight`` (out, in), ``X.lora_A`` (rank, in), ``X.lora_B`` (out, rank), both also with
-            ``.weight`` or an adapter's name and ``.weight`` behind; and weights without an adapter.
+            ``.weight`` or an adapter's name and ``.weight`` behind; or, of Keras, ``X/kernel`` (..., out),
+            ``X/lora_kernel_a`` (..., rank), ``X/lora_kernel_b`` (rank, out), and the same of ``embeddings``; and
+            weights without an adapter.
         dtypes: logical types.
-        alpha: the sum is ``base_layer + alpha / rank * lora_B @ lora_A``.
+        alpha: the sum is ``base_layer + alpha / rank * lora_B @ lora_A``, or ``kernel + alpha / rank * a @ b``.
 
     Raises:
         UserError: there is no adapter, there are several for one weight, or one is of another kind.
     """
     arrays = as_saved(weights)
-    pairs = {match["layer"]: match for name in arrays if (match := DOWN.fullmatch(name))}
-    if not pairs:
-        raise UserError("there is no LoRA adapter in it: no name holds .lora_A", "export it without --merge-lora")
-    adapters: dict[str, Adapter] = {}
-    for layer, match in pairs.items():
-        down, up, base = match[0], f"{layer}.lora_B{match['rest']}", f"{layer}{FROZEN}weight"
-        if up not in arrays or base not in arrays:
-            raise UserError(f"{down} has no {base if up in arrays else up} beside it", "name the layers as PEFT does")
-        tall, wide = arrays.shape_of(up), arrays.shape_of(down)
-        if len(wide) != 2 or arrays.shape_of(base) != (tall[0], *wide[1:]):
-            raise UserError(f"{down} does not adapt a linear layer", "merge it in Python, with PEFT's merge_and_unload")
-        adapters[base] = Adapter(down, up)
-    used = {name for adapter in adapters.values() for name in (adapter.down, adapter.up)}
-    left = [name for name in arrays if ".lora_" in name and name not in used]
+    adapters = peft_adapters(arrays) or keras_adapters(arrays, dtypes)
+    if not adapters:
+        raise UserError(
+            "there is no LoRA adapter in it: no name holds .lora_A, lora_kernel_a or lora_embeddings_a",
+            "export it without --merge-lora",
+        )
+    used = {name for adapter in adapters.values() for name in (adapter.left, adapter.right)}
+    left = [name for name in arrays if re.search(r"[./]lora_", name) and name not in used]
     if left:
         raise UserError(
             f"{left[0]} is an adapter that is not merged here: only one LoRA of a linear layer is",
-            "merge it in Python, with PEFT's merge_and_unload",
+            BY_HAND["/" in left[0]],
         )
     names = {
         name: TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, "."))
@@ -77,6 +82,38 @@ def merge_lora(
     return DerivedArrays({new: (merged, old) for old, new in names.items()}), {
         new: dtypes[old] for old, new in names.items()
     }
+
+
+def peft_adapters(arrays: SavedArrays) -> dict[str, Adapter]:
+    """Those of linear layers of PyTorch, by the weight that they adapt. Raises UserError if one is of another kind."""
+    adapters: dict[str, Adapter] = {}
+    pairs = {match["layer"]: match for name in arrays if (match := DOWN.fullmatch(name))}
+    for layer, match in pairs.items():
+        down, up, base = match[0], f"{layer}.lora_B{match['rest']}", f"{layer}{FROZEN}weight"
+        if up not in arrays or base not in arrays:
+            raise UserError(f"{down} has no {base if up in arrays else up} beside it", "name the layers as PEFT does")
+        tall, wide = arrays.shape_of(up), arrays.shape_of(down)
+        if len(wide) != 2 or arrays.shape_of(base) != (tall[0], *wide[1:]):
+            raise UserError(f"{down} does not adapt a linear layer", BY_HAND[False])
+        adapters[base] = Adapter(up, down)
+    return adapters
+
+
+def keras_adapters(arrays: SavedArrays, dtypes: Mapping[str, str]) -> dict[str, Adapter]:
+    """Those of ``enable_lora``, likewise; convolutions are multiplied over their last axis as dense layers are."""
+    adapters: dict[str, Adapter] = {}
+    for match in filter(None, map(KERAS.fullmatch, arrays)):
+        left, base = match[0], match["layer"] + match["weight"]
+        right = f"{left.removesuffix('a')}b"
+        if right not in arrays or base not in arrays:
+            raise UserError(
+                f"{left} has no {base if right in arrays else right} beside it", "name the weights as enable_lora does"
+            )
+        shapes = arrays.shape_of(left)[:-1] + arrays.shape_of(right)[1:]
+        if arrays.shape_of(base) != shapes or "int" in dtypes[base]:
+            raise UserError(f"{left} adapts {base}, which is quantized or has another shape", BY_HAND[True])
+        adapters[base] = Adapter(left, right)
+    return adapters
 
 
 class MergedArrays(DerivedArrays):
@@ -100,11 +137,11 @@ class MergedArrays(DerivedArrays):
         if name not in self.adapters:
             return own
         adapter = self.adapters[name]
-        rank, _ = self.arrays.shape_of(adapter.down)
-        up = self.arrays.part(adapter.up, (begin[0], 0), (shape[0], rank))
-        down = self.arrays.part(adapter.down, (0, begin[1]), (rank, shape[1]))
-        product = converted(up, self.dtypes[adapter.up], "float32") @ converted(
-            down, self.dtypes[adapter.down], "float32"
+        rank, _ = self.arrays.shape_of(adapter.right)
+        left = self.arrays.part(adapter.left, (*begin[:-1], 0), (*shape[:-1], rank))
+        right = self.arrays.part(adapter.right, (0, begin[-1]), (rank, shape[-1]))
+        product = converted(left, self.dtypes[adapter.left], "float32") @ converted(
+            right, self.dtypes[adapter.right], "float32"
         )
         total = converted(own, self.dtypes[name], "float32") + np.float32(self.alpha / rank) * product
         return converted(total, "float32", self.dtypes[name])

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.format.layout import (
     rows_of,
     whole,
 )
-from hpctrain.checkpoint.format.shard_reading import Checks, LastBlock, read_part
+from hpctrain.checkpoint.format.shard_reading import Checks, RecentBlocks, read_part
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
@@ -123,7 +123,7 @@ class FileArrays(SavedArrays):
     def __init__(self, path: Path, pieces: Mapping[str, StoredPiece]) -> None:
         self.path = path
         self.pieces = pieces
-        self.last = LastBlock()
+        self.recent = RecentBlocks()
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         shape = self.shape_of(name)
@@ -151,5 +151,5 @@ class FileArrays(SavedArrays):
     def _read_once(self, name: str, wanted: Box) -> NDArray[Any]:
         with reading(self.path) as descriptor:
             out = np.empty(wanted.shape, self.dtype_of(name))
-            read_part(descriptor, self.path, self.pieces[name], wanted, out, self.last, Checks())
+            read_part(descriptor, self.path, self.pieces[name], wanted, out, self.recent, Checks())
         return out

@@ -67,6 +67,14 @@ def span(box: Box, shape: Coordinates) -> tuple[int, int]:
     return position(box.begin, shape), position(last, shape) + 1
 
 
+def run_axis(box: Box, shape: Coordinates) -> int:
+    """The axis from which on the elements of a box lie in a row in an array of this shape."""
+    axis = max(0, len(shape) - 1)
+    while axis and box.shape[axis] == shape[axis]:
+        axis -= 1
+    return axis
+
+
 def boxes_between(shape: Coordinates, first: int, last: int) -> Iterator[Box]:
     """Boxes that make up the elements from one position to before another, in order; each is one run of bytes."""
     if first >= last:

@@ -117,6 +117,8 @@ def manifest_from_json(value: Any, where: str) -> Manifest:
 
 def coverage_problem(manifest: Manifest) -> str | None:
     """Why the shards do not make up every tensor exactly once, or None."""
+    if not manifest.shards:
+        return "it lists no shard"
     for index, shard in enumerate(manifest.shards):
         if shard.file != shard_file(index, len(manifest.shards)):
             return f"shard {index} of {len(manifest.shards)} is called {shard.file[:100]!r}"

@@ -6,6 +6,7 @@ block. In format 1, a block is a whole piece.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
-from hpctrain.checkpoint.format.boxes import Box, boxes_between, span
+from hpctrain.checkpoint.format.boxes import Box, boxes_between, position, run_axis, span
 from hpctrain.checkpoint.format.checksum import crc32
 from hpctrain.checkpoint.format.files import BLOCK_BYTES, judged, open_regular, read_at, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
@@ -28,6 +29,11 @@ READ_BYTES = 1 << 20
 """Of one system call, when a whole file is verified: they stay in the cache until they are summed up."""
 SHARED_BYTES = 1 << 18
 """Blocks from this size are summed up by another thread: for smaller ones, handing them over would take longer."""
+KEPT_BYTES = 8 << 20
+"""Of blocks that were used in part: one for each of the ranks that had cut a tensor by columns, from whose pieces a
+reader of rows takes by turns."""
+LEAST_RUN_BYTES = 4096
+"""In a row, from which on they are read alone where there are no checksums: a page of the file system's cache."""
 MOST_OPEN = 16
 """Shards that are kept open while tensors are read, most of which lie in several."""
 
@@ -77,8 +83,8 @@ class ShardCheck:
         shard = self.shard
         if self.names:
             damaged(path, list(self.names))
-        if shard.has_index and shard_index.unframed(bytes(self.index), shard.hdf5_bytes) is None:
-            raise DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
+        if shard.has_index:
+            shard_index.require_same(bytes(self.index), shard, path)
         if (self.between if shard.has_index else self.whole) != shard.crc32:
             damaged(path, [])
 
@@ -185,28 +191,34 @@ def check_rest(folder: Path, shard: Shard) -> None:
             damaged(path, [])
         tail = bytearray(shard.num_bytes - shard.hdf5_bytes)
         read_at(descriptor, memoryview(tail), shard.hdf5_bytes)
-        if shard_index.unframed(bytes(tail), shard.hdf5_bytes) is None:
-            raise DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
+        shard_index.require_same(bytes(tail), shard, path)
 
 
-class LastBlock:
-    """The block of which a part was used last: the rest of it is often wanted next."""
+class RecentBlocks:
+    """The last block of each piece of a tensor, if a part of it was used: the rest is often wanted next."""
 
     def __init__(self) -> None:
-        self.place: tuple[Path, int] | None = None
-        """File, and where the block begins there."""
-        self.values = np.empty(0, np.uint8)
+        self.tensor = ""
+        self.blocks: OrderedDict[tuple[Path, int], tuple[int, NDArray[np.uint8]]] = OrderedDict()
+        """Number and bytes of a block by file and offset of its piece, the one used last at the end."""
 
     def get(
-        self, path: Path, offset: int, num_bytes: int, read: Callable[[NDArray[np.uint8]], None]
+        self, path: Path, stored: StoredPiece, number: int, num_bytes: int, read: Callable[[NDArray[np.uint8]], None]
     ) -> NDArray[np.uint8]:
-        """uint8[num_bytes], read and verified by ``read`` unless it is the same as the last one."""
-        if self.place != (path, offset) or self.values.size != num_bytes:
-            self.place, self.values = None, np.empty(0, np.uint8)  # frees it before the next is taken
+        """uint8[num_bytes], read and verified by ``read`` unless it is kept."""
+        place = (path, stored.offset)
+        if stored.piece.tensor.name != self.tensor:
+            self.blocks.clear()
+            self.tensor = stored.piece.tensor.name
+        kept, values = self.blocks.pop(place, (None, np.empty(0, np.uint8)))
+        if kept != number:
+            del values  # frees it before the next is taken
+            while self.blocks and num_bytes + sum(each.size for _, each in self.blocks.values()) > KEPT_BYTES:
+                self.blocks.popitem(last=False)
             values = np.empty(num_bytes, np.uint8)
             read(values)
-            self.place, self.values = (path, offset), values
-        return self.values
+        self.blocks[place] = number, values
+        return values
 
 
 class Checks:
@@ -247,7 +259,7 @@ class ShardFiles:
         self.folder = folder
         self.open: OrderedDict[str, int] = OrderedDict()
         """Descriptors by file, the one used last at the end."""
-        self.last = LastBlock()
+        self.recent = RecentBlocks()
         self.checks = Checks()
 
     def read(self, shard: Shard, stored: StoredPiece, wanted: Box, out: NDArray[Any]) -> None:
@@ -269,7 +281,7 @@ class ShardFiles:
             if wanted == stored.piece.box:
                 read_whole(descriptor, path, stored, out, self.checks)
             else:
-                read_part(descriptor, path, stored, wanted, out, self.last, self.checks)
+                read_part(descriptor, path, stored, wanted, out, self.recent, self.checks)
             self.checks.finish()
         except (OSError, MemoryError) as error:
             self.checks.close()
@@ -290,7 +302,7 @@ class ShardFiles:
 
     def close(self) -> None:
         """Closes all files; they are opened again when they are needed."""
-        self.last = LastBlock()
+        self.recent = RecentBlocks()
         self.checks.close()
         while self.open:
             os.close(self.open.popitem()[1])
@@ -323,7 +335,7 @@ def read_part(
     stored: StoredPiece,
     wanted: Box,
     out: NDArray[Any],
-    last: LastBlock,
+    recent: RecentBlocks,
     checks: Checks,
 ) -> None:
     """See ``ShardFiles.read``. Raises OSError, MemoryError, DamagedCheckpoint."""
@@ -334,6 +346,8 @@ def read_part(
     item = ITEM_TYPES[piece.tensor.dtype]
     here = common.seen_from(piece.box.begin)
     target = out[common.seen_from(wanted.begin).index]
+    if stored.crc32 is None and read_runs(descriptor, stored, here, target):
+        return
     first, end_item = span(here, piece.shape)
     begin, end = first * item.itemsize, end_item * item.itemsize
     is_run = end_item - first == here.size and target.flags.c_contiguous
@@ -348,8 +362,21 @@ def read_part(
         if not any(part.overlap(here).size for part in parts):
             continue
         read = partial(read_block, descriptor, path, stored, number, checks=checks, is_verified_now=True)
-        block = last.get(path, stored.offset + block_begin, block_end - block_begin, read)
+        block = recent.get(path, stored, number, block_end - block_begin, read)
         scatter(block.view(item), parts, here, target)
+
+
+def read_runs(descriptor: int, stored: StoredPiece, here: Box, target: NDArray[Any]) -> bool:
+    """Reads what is wanted of a piece without checksums, and nothing else; False if that would be in small parts."""
+    shape, axis = stored.piece.shape, run_axis(here, stored.piece.shape)
+    item_bytes, run = target.itemsize, math.prod(here.shape[axis:])
+    if not target.flags.c_contiguous or (run * item_bytes < LEAST_RUN_BYTES and run < here.size):
+        return False
+    for index in np.ndindex(*here.shape[:axis]):
+        begin = (*map(int.__add__, here.begin, index), *here.begin[axis:])
+        memory = target[(*index, ...)].reshape(-1).view(np.uint8)
+        read_at(descriptor, memory.data, stored.offset + position(begin, shape) * item_bytes)
+    return True
 
 
 def read_block(
@@ -378,10 +405,10 @@ def scatter(values: NDArray[Any], parts: list[Box], here: Box, target: NDArray[A
         here: what is wanted, in the piece.
         target: array over what is wanted.
     """
-    position = 0
+    first = 0
     for part in parts:
         common = part.overlap(here)
         if common.size:
-            source = values[position : position + part.size].reshape(part.shape)
+            source = values[first : first + part.size].reshape(part.shape)
             target[common.seen_from(here.begin).index] = source[common.seen_from(part.begin).index]
-        position += part.size
+        first += part.size

@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.packing.columns import Columns, only_names
 from hpctrain.data.packing.source import Source, from_dataset, join
+from hpctrain.data.packing.text import SUFFIXES
 from hpctrain.errors import UserError
 
 KINDS = {
@@ -18,6 +19,7 @@ KINDS = {
     ".parquet": "parquet",
     ".h5": "hdf5",
     ".hdf5": "hdf5",
+    **dict.fromkeys(SUFFIXES, "text"),
 }
 """By suffix; a folder holds images."""
 
@@ -33,7 +35,7 @@ def open_source(
 
     Args:
         paths: files of one kind, or one folder of images.
-        kind: npz, npy, csv, parquet, hdf5 or images; by default taken from the suffixes.
+        kind: npz, npy, csv, parquet, hdf5 or images, by default taken from the suffixes; text has ``text_source``.
         columns: of tables, those of each array; of archives, the arrays to take.
         size: height and width that images are scaled to.
         outside: folders that HDF5 files may lead to beside their own.
@@ -46,7 +48,7 @@ def open_source(
             raise UserError(f"{path} does not exist", "correct its path")
         if not path.is_dir():
             look_at(path)
-    kind = kind or common_kind(paths)
+    kind = kind_of(paths, kind)
     if columns and kind in ("images", "npy"):
         raise UserError(f"arrays are chosen for {kind}", "leave out --field: it is for tables and archives")
     if size and kind != "images":
@@ -83,15 +85,17 @@ def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[
     return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside))
 
 
-def common_kind(paths: Sequence[Path]) -> str:
-    """The kind that all suffixes stand for."""
+def kind_of(paths: Sequence[Path], kind: str | None = None) -> str:
+    """The kind that is named, or that all suffixes stand for. Raises UserError if they stand for none, or several."""
+    if kind is not None:
+        return kind
     kinds = {"images" if path.is_dir() else KINDS.get(path.suffix.lower()) for path in paths}
     if len(kinds) > 1:
         raise UserError("the files to pack are of several kinds", "pack each kind by itself")
-    kind = kinds.pop()
-    if kind is None:
+    found = kinds.pop()
+    if found is None:
         raise UserError(f"{paths[0]} has a suffix that says nothing", f"say what it is: --kind {', '.join(NAMES)}")
-    return kind
+    return found
 
 
 NAMES = (*dict.fromkeys(KINDS.values()), "images")

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.packing.notes import NOTES
 from hpctrain.data.packing.source import Source
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
-NOTES = "hpctrain"
-"""Attribute of the file that holds a source's notes, as JSON."""
 PAGE = 4096
 CHUNK_BYTES = 2**20
 """Size of a chunk if it is not given."""
@@ -52,10 +51,8 @@ def write_hdf5(
     path = Path(path)
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
     check_names(fields)
+    prepare(path, overwrite)
     try:
-        if path.exists() and not overwrite:
-            raise UserError(f"{path} exists", "choose another name, or replace it with --force")
-        path.parent.mkdir(parents=True, exist_ok=True)
         if compression is None:
             check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
         with replacement(path) as temporary:
@@ -64,9 +61,22 @@ def write_hdf5(
             else:
                 write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere"
-        ) from error
+        raise cannot_write(path, error) from error
+
+
+def prepare(path: Path, overwrite: bool) -> None:
+    """Makes the folder that a file is to lie in. Raises UserError if the file is there, and is not to be replaced."""
+    try:
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists", "choose another name, or replace it with --force")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The error for a file that cannot be made."""
+    return UserError(f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere")
 
 
 def write_contiguous(

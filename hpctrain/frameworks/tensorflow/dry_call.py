@@ -14,21 +14,27 @@ from hpctrain.tasks.blame import blamed, shapes
 from hpctrain.tasks.definition import KerasTask
 
 
-def try_batch(task: KerasTask, passes: Passes, batch: Tensors) -> None:
-    """Raises UserError if the loss, or what an evaluation needs, cannot be computed, or the loss not be trained on."""
-    judges = {"loss": task.loss} if task.loss is not None else {}
+def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+    """Raises UserError if the loss cannot be computed, or cannot be trained on."""
     variables = [variable.value for variable in task.model.trainable_variables]
     with tf.GradientTape() as tape:
-        scores = judged(passes, batch, judges, training=True)
+        scores = judged(passes, batch, loss_of(task), training=True)
     if scores and all(gradient is None for gradient in tape.gradient(scores[0].total, variables)):
         raise loss_of_nothing()
-    if task.validation is None:
-        return
+
+
+def try_evaluation(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+    """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
     metrics = {f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}
-    judged(passes, batch, judges | metrics, training=False)
+    judged(passes, batch, loss_of(task) | metrics, training=False)
     if isinstance(task.loss, CompiledLoss):
         with blamed("metrics of compile", "compile the model with metrics of the targets that fit_data gives"):
             task.loss.scores(passes.outputs(batch, training=False), batch)
+
+
+def loss_of(task: KerasTask) -> dict[str, Any]:
+    """By its field; a model that trains itself may have none."""
+    return {"loss": task.loss} if task.loss is not None else {}
 
 
 def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: bool) -> list[BatchScore]:
@@ -40,7 +46,8 @@ def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: 
         raise UserError("the model or forward returned None", "return the outputs: a return is missing")
     scores = []
     for name, judge in judges.items():
-        fix = f"{name} gets (outputs, batch): outputs {describe(outputs)}, and the batch, a dict of {shapes(batch)}"
+        told = f"outputs {describe(outputs)}, and the batch, a dict of {shapes(batch)}"
+        fix = f"{name} gets (outputs, batch){'' if training else ' in an evaluation'}: {told}"
         with blamed(name, fix):
             score = judge(outputs, batch)
         if score is None:

@@ -22,7 +22,8 @@ from hpctrain.frameworks.host_random import host_random_state, restore_host_rand
 from hpctrain.frameworks.loss_scale import LossScale
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, require_same_model
 from hpctrain.frameworks.tensorflow.compiled import holders
-from hpctrain.frameworks.tensorflow.dry_call import try_batch
+from hpctrain.frameworks.tensorflow.dry_call import try_evaluation, try_training
+from hpctrain.frameworks.tensorflow.flops import training_flops
 from hpctrain.frameworks.tensorflow.holdings import Holdings, optimizers_in
 from hpctrain.frameworks.tensorflow.leaves import KerasLeaves
 from hpctrain.frameworks.tensorflow.metrics import keras_meters, to_host
@@ -30,8 +31,10 @@ from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, trains_it
 from hpctrain.frameworks.tensorflow.own_step import OwnStep
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Update
 from hpctrain.frameworks.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.frameworks.tensorflow.sharding import ShardedUpdate, share_out
 from hpctrain.frameworks.tensorflow.sparse import sparse_variables
 from hpctrain.frameworks.tensorflow.state import (
+    OwnSlots,
     VariableTensor,
     digest,
     is_seed,
@@ -42,12 +45,14 @@ from hpctrain.frameworks.tensorflow.state import (
 from hpctrain.frameworks.tensorflow.step import Judge, Step
 from hpctrain.frameworks.tensorflow.sync_batchnorm import SyncBatchNorm, joint_layers
 from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.parallel.tensorflow_sharded import ShardedReducer, ShardedReducers
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.tensorflow_reducer import KerasReducers, Reducer, broadcast
 from hpctrain.reduce.tensorflow_sparse import Gradients
 from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.evaluation import try_meters
+from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, Sums
 from hpctrain.train.hooks import rate_hook
 from hpctrain.train.metrics import Meter, Seen
@@ -82,7 +87,7 @@ class ReadyTask:
     averages: Sequence[tf.Variable]
     """Of the trainable variables, in float32, as they are at the start; empty without an EMA."""
     travelling: Gradients
-    reducers: KerasReducers
+    reducers: KerasReducers | ShardedReducers
     reducer: Reducer | None
     """None if it has to be measured."""
     joint: SyncBatchNorm | None = None
@@ -117,13 +122,19 @@ class KerasFramework:
         """A batch for a model's own step on a rank without samples."""
         self.passes = Passes(task, self.travelling, config.reduce.sparse, train.compile, self.averages, ready.joint)
         decay = train.ema_decay or 0.0
-        self.update = Update(task.optimizer, variables, self.travelling, train.compile, self.averages, decay)
+        self.update: Update | ShardedUpdate = Update(
+            task.optimizer, variables, self.travelling, train.compile, self.averages, decay
+        )
+        if isinstance(ready.reducer, ShardedReducer):
+            given = (task.optimizer, variables, ready.reducer, clock, train.compile, self.averages, decay)
+            self.update = ShardedUpdate(*given)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.rule = UpdateRule(train.clip_norm, self.loss_scale)
         self.judge = Judge(clock, self.rule)
         self.meters = keras_meters(task)
         self.steps: Step | None = None
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
+        self.flops: Flops | None = None
         self.factor: float | None = None
         """What the learning rate was multiplied by last."""
 
@@ -137,10 +148,22 @@ class KerasFramework:
             self.named.holdings.reseed(rank_seed)
 
     @property
+    def meeting(self) -> None:
+        return None
+
+    @property
     def reducer_name(self) -> str | None:
         if self.own is not None:
             return self.own.reducer_name
         return self.reducer.name if self.reducer else None
+
+    @property
+    def valueless(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def num_layers(self) -> int:
+        return 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -256,17 +279,19 @@ class KerasFramework:
                 tensor.assign(value)
             restore_host_random_state(random)
 
-    def dry_call(self, batch: HostBatch) -> None:
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
         if self.own is not None:
             self.example = copied(batch)
             self.own.plan(self.example)
             if self.task.validation is None or evaluates_itself(self.task.model):
                 return
         with self._unchanged():
-            copy = {name: np.array(array) for name, array in batch.items()}
-            try_batch(self.task, self.passes, on_device(copy))
-            if self.task.validation is not None:
-                try_meters(self, copy)
+            try_training(self.task, self.passes, on_device(copied(batch)))
+            if self.own is None:
+                self.flops = training_flops(self.task, self.passes, on_device(copied(batch)))
+            for held_out in (validation or [batch]) if self.task.validation is not None else ():
+                try_evaluation(self.task, self.passes, on_device(copied(held_out)))
+                try_meters(self, copied(held_out))
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""
@@ -373,27 +398,39 @@ def open_keras(
     """
     require_trainable(task)
     layers = joint_layers(task.model, config.train.sync_batchnorm)
-    refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers, world.data.size))
+    features = config.features() | model_features(task, POLICIES[config.train.precision], layers, world.data.size)
+    refuse(features)
     joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
     require_own_gpu(world.local_size)
     variables = task.model.trainable_variables
     own = trains_itself(task.model)
-    sparse = [] if own else sparse_variables(variables, task.model, task.optimizer, config, world.data.size)
+    shards = Feature.SHARD in features and world.data.size > 1
+    none = own or shards
+    sparse = [] if none else sparse_variables(variables, task.model, task.optimizer, config, world.data.size)
     travelling = Gradients(variables, sparse, world.data)
-    reducers = KerasReducers(travelling.pieces)
+    reducers: KerasReducers | ShardedReducers = KerasReducers(travelling.pieces)
     reducer: Reducer | None = None
-    if not own:
+    slots: OwnSlots | None = None
+    if shards:
+        sharded, slots = share_out(task.optimizer, variables, travelling.pieces, world.data, features)
+        reducers = ShardedReducers(sharded)
+        reducer = choice.known(reducers)
+    elif not own:
         reducer = choice.known(reducers)
         task.optimizer.build(variables)
     noise = tf.random.get_global_generator()
     apart = [one.value for one in kept_objects(task)]
-    held = Holdings(task.optimizer, holders(task), task.model, [noise.state], apart)
+    parts = [one.value for one in sharded.updated] if shards else []
+    held = Holdings(task.optimizer, holders(task), task.model, [noise.state, *parts], apart, slots)
     named = Named(task.model, held, noise, joint.variables if joint else ())
     tensors = named.tensors()
     require_different_names(tensors)
-    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+    if shards and any(tensor.name.startswith("held/optimizer/") for tensor in tensors):
+        refuse(features | {Feature.OWN_OPTIMIZER_STATE: type(task.optimizer).__name__})
+    everywhere = [tensor for tensor in tensors if tensor.cut is None]
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in everywhere]
     require_same_model(world.data, described, "variables")
-    broadcast(world.data, [tensor.variable for tensor in tensors], "receive the model")
+    broadcast(world.data, [tensor.variable for tensor in everywhere], "receive the model")
     averaged = variables if config.train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
     ready = ReadyTask(task, named, averages, travelling, reducers, reducer, joint)
@@ -403,8 +440,11 @@ def open_keras(
 
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
-    """A host batch as tensors; on a CPU they may share the arrays' memory."""
-    return {name: tf.constant(array) for name, array in batch.items()}
+    """A host batch as tensors in memory of their own: a variable of the model that is assigned one keeps it.
+
+    For a process in which TensorFlow has begun, as models have it begin. 2 us for each, where tf.constant takes 10.
+    """
+    return {name: tf.__internal__.EagerTensor(array.copy(), None, None) for name, array in batch.items()}
 
 
 @functools.lru_cache(maxsize=8)
@@ -459,12 +499,15 @@ def model_features(
     policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
     scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
     given = {
+        Feature.BUILT_OPTIMIZER: any(one.built for one in optimizers) and type(optimizers[-1]).__name__,
         Feature.FP32_MODEL: policy not in policies,
+        Feature.GLOBAL_CLIPNORM: next((type(one).__name__ for one in optimizers if one.global_clipnorm), None),
         Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
         Feature.KERAS: True,
         Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
         Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
         Feature.METRICS: bool(task.metrics),
+        Feature.OWN_OPTIMIZER_STATE: not trains and len(optimizers) > 1 and type(task.optimizer).__name__,
         Feature.NO_JUDGE: task.loss is None and not tests,
         Feature.RANKS: ranks > 1 and ranks,
         Feature.RATE_HOOK: rate_hook(task.hooks),

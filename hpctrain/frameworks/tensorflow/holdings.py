@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import refuse_unplaced
-from hpctrain.frameworks.tensorflow.state import VariableTensor, optimizer_tensors
+from hpctrain.frameworks.tensorflow.state import OwnSlots, VariableTensor, optimizer_tensors
 from hpctrain.train.reach import Place, Reach
 from hpctrain.train.state import Placement
 
@@ -45,6 +45,7 @@ class Holdings:
         model: its own variables are not looked at.
         known: other variables that are saved by other names.
         apart: objects that are saved under names of their own: they are not gone into.
+        own: where the optimizer's state lies, if its weights are shared out.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Holdings:
         model: keras.Model,
         known: Iterable[tf.Variable],
         apart: Iterable[Any] = (),
+        own: OwnSlots | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.others = others
         self.model = model
         self.known = list(known)
+        self.own = own
         self.apart = {id(each) for each in apart}
         self.made_with = {tensor.name for tensor in self.found()}
 
@@ -80,8 +83,12 @@ class Holdings:
     def found(self) -> list[VariableTensor]:
         """Each variable once."""
         seen = {id(native(variable)) for variable in (*self.model.variables, *self.known)}
+        optimizers = optimizers_in(self.optimizer)
+        of_optimizers = [each for path, one in optimizers.items() for each in self.of_optimizer(path, one)]
+        saved = {id(each.variable) for each in of_optimizers}
+        seen |= {id(one.value) for each in optimizers.values() for one in each.variables if id(one.value) not in saved}
         everything = [
-            *(each for path, one in optimizers_in(self.optimizer).items() for each in self.of_optimizer(path, one)),
+            *of_optimizers,
             *self.held("optimizer", self.optimizer, Placement.REPLICATED),
             *(each for name, value in self.others.items() for each in self.held(name, value, Placement.RANK)),
         ]
@@ -104,7 +111,7 @@ class Holdings:
 
     def of_optimizer(self, path: str, optimizer: keras.optimizers.Optimizer) -> list[VariableTensor]:
         """Of one, with its path before the names of slots."""
-        return optimizer_tensors(optimizer, self.model, f"{path}." if path else "")
+        return optimizer_tensors(optimizer, self.model, f"{path}." if path else "", self.own)
 
     def reseed(self, seed: int) -> None:
         """Begins other streams of the random generators that are held."""

@@ -17,7 +17,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.tensorflow.holdings import optimizers_in
 from hpctrain.frameworks.tensorflow.intercept import Apply, intercepted
 from hpctrain.frameworks.tensorflow.overrides import evaluates_itself, scalars, tested
-from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, refused_or_dense
+from hpctrain.frameworks.tensorflow.passes import Tensors, Traced, followed, refused_or_dense
 from hpctrain.frameworks.tensorflow.rank_values import written_by_own_values
 from hpctrain.frameworks.tensorflow.sparse import (
     rows_read_alone,
@@ -275,8 +275,7 @@ class OwnStep:
         model.reset_metrics()
         with intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
             logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
-        for average, variable in zip(self.averages, model.trainable_variables, strict=False):
-            average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.decay))
+        followed(self.averages, model.trainable_variables, self.decay)
         if self.must_agree:
             self._refuse_own_values(tracing, list(batch.values()))
         return logs

@@ -239,7 +239,7 @@ def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> 
     scalars = [tf.cast(scalar, dtype) for scalar in scalars]
     if any(scalar.shape.rank != 0 for scalar in scalars):
         raise UserError(
-            f"{name} has shape {[tuple(scalar.shape) for scalar in scalars]}",
+            f"{name} returned {' and '.join(f'a tensor of shape {list(scalar.shape)}' for scalar in scalars)}",
             "return its mean over the samples, a scalar, or (sum, weight), two scalars",
         )
     if weighted:
@@ -284,6 +284,11 @@ class Update:
         given = [tf.cast(gradient, variable.dtype) for gradient, variable in gradients]
         with rows_updated_alone():
             self.optimizer.apply(given, self.variables)
-        for average, variable in zip(self.averages, self.variables, strict=False):
-            average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - self.ema_decay))
+        followed(self.averages, self.variables, self.ema_decay)
         return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # of one that accumulates it is no variable
+
+
+def followed(averages: Sequence[tf.Variable], variables: Sequence[keras.Variable], decay: float) -> None:
+    """Moves averages on by one update of the variables, if there are any."""
+    for average, variable in zip(averages, variables, strict=False):
+        average.assign_sub((average - tf.cast(variable.value, tf.float32)) * (1.0 - decay))

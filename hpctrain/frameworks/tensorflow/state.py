@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import digest as digest_of
+from hpctrain.parallel.tensorflow_sharded import flat, slots_of
 from hpctrain.train.state import Cut, Placement
 
 
@@ -77,20 +78,46 @@ def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list
     return tensors
 
 
+@dataclass(frozen=True)
+class OwnSlots:
+    """Where an optimizer's state lies in that of whole weights, if it has rows of some of them alone."""
+
+    cuts: Mapping[str, Cut]
+    """Of the rows that it has of each weight, by its flat path."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of these rows."""
+    common: frozenset[str]
+    """Slots that have no rows."""
+    nothing: str
+    """Flat path of what is no weight of the model."""
+
+    def placed(self, tensor: VariableTensor, slot: str, weight: str) -> list[VariableTensor]:
+        """A slot of a weight as this rank saves it; nothing if another one does."""
+        if weight == self.nothing:
+            return []
+        cut = self.cuts[weight]
+        if tensor.shape == self.shapes[weight] and slot not in self.common:
+            return [replace(tensor, placement=Placement.CUT, cut=cut)]
+        if any(cut.begin):  # whoever has the first row saves what has none
+            return []
+        return [replace(tensor, placement=Placement.CUT, cut=Cut(tensor.shape, (0,) * len(tensor.shape)))]
+
+
 def optimizer_tensors(
-    optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = ""
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = "", own: OwnSlots | None = None
 ) -> list[VariableTensor]:
     """``optimizer/<slot>/<path of the weight>`` and ``optimizer/<name>`` for what belongs to no weight.
 
-    Slots and names begin with a prefix, by which optimizers that one optimizer wraps differ.
+    Slots and names begin with a prefix, by which optimizers that one optimizer wraps differ. ``own`` says what this
+    rank's optimizer has if its weights are shared out.
     """
-    weights = {variable.path.replace("/", "_"): path_in(model, variable) for variable in model.trainable_variables}
+    weights = {flat(variable.path): path_in(model, variable) for variable in model.trainable_variables}
+    weights |= {} if own is None else {own.nothing: own.nothing}
     tensors = []
-    for variable in optimizer.variables:
-        own = variable.path.split("/", 1)[-1]
-        owner = max((flat for flat in weights if own.startswith(flat + "_")), key=len, default="")
-        name = f"{own[len(owner) + 1 :]}/{weights[owner]}" if owner else own
-        tensors.append(VariableTensor(f"optimizer/{prefix}{name}", variable.value))
+    for variable, slot, weight in slots_of(optimizer, list(weights)):
+        name = f"{slot}/{weights[weight]}" if weight else slot
+        tensor = VariableTensor(f"optimizer/{prefix}{name}", variable.value)
+        tensors += [tensor] if own is None or not weight else own.placed(tensor, slot, weight)
     return tensors
 
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hpctrain.frameworks.tensorflow.passes import Passes, Tensors, Traced, Update
+from hpctrain.frameworks.tensorflow.sharding import ShardedUpdate
 from hpctrain.frameworks.update import UpdateRule
 from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.tensorflow_reducer import Reducer
@@ -63,7 +64,7 @@ class Step:
     the sums, and, on one rank, the time of day when the gradients were complete.
     """
 
-    def __init__(self, passes: Passes, update: Update, reducer: Reducer, judge: Judge) -> None:
+    def __init__(self, passes: Passes, update: Update | ShardedUpdate, reducer: Reducer, judge: Judge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False, autograph=False)
         """whole(batch, share, loss_scale): all of an update from one batch; arguments as those of Passes.gradients."""
@@ -106,7 +107,7 @@ class Step:
                 done = tf.cond(finite, lambda: self._update(rows, sums, factor), lambda: tf.constant(True))
         if self.reducer.lends:
             with tf.control_dependencies([done]):
-                tf.raw_ops.Assert(condition=done, data=sums)  # holds them until the update is done
+                tf.raw_ops.Assert(condition=done, data=[*sums, slots])  # holds them until the update is done
         told = tf.cast(tf.concat([own[: WEIGHT + 1], slots[:READ]], 0), tf.float64)
         return tf.concat([told, [arrived]], 0)
 

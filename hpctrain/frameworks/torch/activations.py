@@ -1,12 +1,21 @@
-"""How much a forward pass keeps for the backward pass."""
+"""How much a forward pass keeps for the backward pass, and how much its layers hand on."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from hpctrain.frameworks.torch.dry_call import forward
+from hpctrain.frameworks.torch.framework import TorchFramework, writable
+from hpctrain.parallel.torch_stage import described, wants_gradient
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.torch_pipeline import Stages
+    from hpctrain.train.framework import HostBatch
 
 
 class Kept:
@@ -38,3 +47,43 @@ class Kept:
         if storage.data_ptr() not in self.known:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+
+class Chain:
+    """Stands for a model in a forward pass: calls its layers, and notes what each stage hands on.
+
+    Args:
+        stages: of the model.
+    """
+
+    training = True
+
+    def __init__(self, stages: Stages) -> None:
+        self.layers = stages.layers
+        self.ends = [own[-1] for own in stages.ranges[:-1]]
+        self.num_bytes: list[int] = []
+        """Of each stage but the last: of its activations, and of the gradients that come back."""
+
+    def __call__(self, value: Any) -> Any:
+        """The outputs."""
+        for number, layer in enumerate(self.layers):
+            value = layer.call(value)
+            if number in self.ends:
+                tensors: list[Tensor] = []
+                described(value, tensors)
+                self.num_bytes.append(sum(one.nbytes * (2 if wants_gradient(one) else 1) for one in tensors))
+        return value
+
+
+def handed_on(framework: TorchFramework, stages: Stages, batch: HostBatch) -> Sequence[int]:
+    """Bytes that go over the end of each stage but the last in a forward and a backward pass, by a forward pass.
+
+    Raises:
+        UserError: the layers cannot be called one after the other, or hand on what cannot be sent.
+    """
+    chain, device, precision = Chain(stages), framework.device, framework.low_precision
+    inputs = {name: writable(array).to(device) for name, array in batch.items()}
+    with torch.autocast(device.type, precision) if precision else contextlib.nullcontext():
+        forward(framework.task, chain, inputs)
+    framework.tensor.leave()
+    return chain.num_bytes

@@ -50,6 +50,11 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(known.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
 
 
+def watched(parameter: Tensor) -> bool:
+    """Whether something is called with its gradients."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def model_features(
     model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int, unsuited: str | None = None
 ) -> dict[Feature, Any]:
@@ -64,17 +69,21 @@ def model_features(
     """
     volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
     compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
+    types = {str(one.dtype).removeprefix("torch.") for one in model.parameters() if one.requires_grad}
     half = [one for one in model.parameters() if one.requires_grad and one.dtype.itemsize < 4]
     tables = (Embedding, EmbeddingBag)
-    sparse = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, tables)]
     given = {
         Feature.COMPILED_MODEL: next(iter(compiled), None),
         Feature.HALF_PARAMETERS: bool(half),
         Feature.JOINT_LAYERS: joins and "a layer of the model",
+        Feature.MAX_NORM: next((name for name, table in found if table.max_norm is not None), None),
+        Feature.MIXED_PARAMETERS: len(types) > 1 and " and ".join(sorted(types)),
         Feature.OWN_OPTIMIZER_STATE: unsuited,
+        Feature.PARAMETER_HOOKS: next((name for name, one in model.named_parameters() if watched(one)), None),
         Feature.RANKS: ranks > 1 and ranks,
         Feature.SPARSE_ADAM: next(of_sparse_adam(model, parts), None),
-        Feature.SPARSE_ROWS: next(iter(sparse), None),
+        Feature.SPARSE_ROWS: next((name for name, table in found if table.sparse), None),
         Feature.STEP_HOOKS: next((type(part.optimizer).__name__ for part in parts if has_hooks(part.optimizer)), None),
         Feature.VOLUMES: next(iter(volumes), None),
     }

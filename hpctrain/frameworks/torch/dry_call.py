@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpctrain.errors import UserError
@@ -16,8 +15,8 @@ from hpctrain.tasks.definition import Task
 SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
 
 
-def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], trains: bool) -> None:
-    """Raises UserError if the loss cannot be computed, or cannot be trained on.
+def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], trains: bool) -> Any:
+    """The loss; raises UserError if it cannot be computed, or cannot be trained on.
 
     Args:
         batch: on the model's device.
@@ -36,6 +35,19 @@ def try_loss(task: Task, model: torch.nn.Module, batch: Mapping[str, Tensor], tr
             f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
             "compute it from the outputs with torch operations, without .item(), .detach(), argmax or NumPy",
         )
+    return total
+
+
+def try_sharded(loss: Tensor) -> None:
+    """Raises UserError if a loss asks sharded parameters for more than their layers give it. Collective."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        raise UserError(
+            f"the task's loss has no gradient while parallel.shard is parameters: {str(error).splitlines()[0]}",
+            "compute the loss from what the model returns, and not from gradients or parameters of it, which have "
+            "memory only while their layers compute; or set parallel.shard: optimizer",
+        ) from error
 
 
 def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:

@@ -18,14 +18,15 @@ from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refusal
 from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.data import Samples
-from hpctrain.frameworks.loss_scale import NAME as SCALE
-from hpctrain.frameworks.loss_scale import LossScale
+from hpctrain.frameworks.loss_scale import LossScale, loss_scale_of
 from hpctrain.frameworks.named_state import load_tensors, named_outputs, plain_name
-from hpctrain.frameworks.torch.dry_call import judges, try_loss, try_metrics
+from hpctrain.frameworks.torch.dry_call import judges, try_loss, try_metrics, try_sharded
+from hpctrain.frameworks.torch.flops import trying
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.metrics import to_host, torch_meters
 from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.own_step import OwnSteps, own_models
+from hpctrain.frameworks.torch.pipelined import Pipelined
 from hpctrain.frameworks.torch.shares import ONLY, Share
 from hpctrain.frameworks.torch.spoken import TorchLeaves
 from hpctrain.frameworks.torch.state import (
@@ -33,12 +34,12 @@ from hpctrain.frameworks.torch.state import (
     digest,
     load_random,
     model_tensors,
-    other_names,
     random_tensors,
     tensors_of,
 )
 from hpctrain.frameworks.torch.step_context import Setting
 from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, joint_names, trial
+from hpctrain.frameworks.torch.unchanged import passes_leave
 from hpctrain.frameworks.torch.updates import Exchanges, ExchangesToChoose, Passes, Trained
 from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.parallel.torch_tensor import TensorParallel
@@ -46,15 +47,16 @@ from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
 from hpctrain.tasks.definition import TorchTask, kept_objects
-from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
 from hpctrain.train.evaluation import try_meters
+from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, StepResult, Sums
+from hpctrain.train.in_step import in_step
 from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.saved_arrays import DerivedArrays, as_saved
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import ArrayTensor, StateTensor
-from hpctrain.train.stateful import unchanged
 
 STEPS = "step/done"
 """Of the state: calls of a task's own step."""
@@ -83,8 +85,14 @@ class ReadyTask:
     """None if it has to be measured."""
     tensor: TensorParallel
     """What of the model this rank has, if it is cut."""
+    other_names: Mapping[str, str]
+    """See Framework."""
     joint: SyncBatchNorm | None = None
     """What joins the statistics of BatchNorm layers, if that is wanted on several ranks."""
+    pipelined: Pipelined | None = None
+    """What stands for the model if other ranks have other layers of it."""
+    valueless: frozenset[str] = frozenset()
+    """See Framework."""
 
 
 class TorchFramework:
@@ -117,14 +125,19 @@ class TorchFramework:
         self.memory_format = memory_format_of(train)
         self.meters = torch_meters(ready.task, ready.device)
         self.names = ready.optimizer_state.names
-        self.other_names = other_names(self.model)
+        self.other_names = ready.other_names
+        self.valueless = ready.valueless
         self.frozen: list[torch.nn.Module] = []
         self.rate_factors: Factors = 1.0
         self.updates = 0
+        self.meeting = world.data if ready.tensor.passes_meet else None
+        self.flops: Flops | None = None
         models = own_models(ready.task.model, train.compile)
-        self.call: Any = models if isinstance(ready.task.model, Mapping) else models["model"]
+        self.pipelined = ready.pipelined
+        self.num_layers = len(ready.pipelined.layers) if ready.pipelined else 0
+        self.call: Any = self.pipelined or (models if isinstance(ready.task.model, Mapping) else models["model"])
         self.low_precision = LOW_PRECISION.get(train.precision)
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parameters = [one for _, one in ready.tensor.parameters(self.model) if one.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if train.ema_decay else []
         self.trained = {name: self._trained(name, share) for name, share in ready.shares.items()}
         self.steps = np.zeros((), np.int64)
@@ -157,6 +170,8 @@ class TorchFramework:
         if self.own is not None and global_samples < self.world.data.size:
             uses = {Feature.SHORT_BATCH: global_samples, Feature.RANKS: self.world.data.size}
             raise refusal(uses | {Feature.OWN_STEP: True})
+        if self.pipelined and not self.updates:
+            self.pipelined.require_same_samples(micro_batches)
         if self.reducer is None:
             self.reducer = self._measure(micro_batches, global_samples)
         self.updates += 1
@@ -168,7 +183,7 @@ class TorchFramework:
         if self.device.type == "cpu":  # kernels of GPUs may add in any order
             self.tensor.require_same_loss(loss, self.updates)
         if self.updates == 1:
-            self.tensor.require_whole_gradients(self.model, self.world.everyone)
+            self.tensor.require_whole_gradients(self.reducer.of[ONLY].summed(), self.world.everyone)
         try:
             decision = self.trained[ONLY].update(self.reducer.of[ONLY], totals, self.clock)
         except NotFinite:
@@ -204,17 +219,21 @@ class TorchFramework:
         """Forward, backward, exchange: this rank's (loss sum, weight), and all ranks' totals."""
         reducer = exchanges.of[ONLY]
         passes = Passes(reducer, self.trained[ONLY].rule.scale, global_samples)
-        for number, host in enumerate(micro_batches, start=1):
+        if self.pipelined:
+            self.pipelined.run(passes, micro_batches, self._to_device, self._autocast, clock)
+        batches = [] if self.pipelined else list(in_step(micro_batches, self.meeting))
+        for number, (host, is_own) in enumerate(batches, start=1):
             if self.joint:
                 self.joint.statistics.begin_micro_batch(number - 1)
             batch = self._to_device(host)
             clock.mark(Phase.TO_DEVICE)
-            with self._autocast():
-                score = self.task.loss(self.task.forward(self.call, batch), batch)
-            self.tensor.leave()
-            clock.mark(Phase.FORWARD)
-            reducer.last_backward = number == len(micro_batches)
-            passes.add(score, samples_of(host))
+            reducer.last_backward = number == len(batches)
+            with contextlib.nullcontext() if is_own else self._unchanged():
+                with self._autocast():
+                    score = self.task.loss(self.task.forward(self.call, batch), batch)
+                self.tensor.leave()
+                clock.mark(Phase.FORWARD)
+                passes.add(score, samples_of(host), is_own=is_own)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
@@ -228,9 +247,9 @@ class TorchFramework:
             copies = [copied(batch) for batch in micro_batches]  # a task may change its inputs in place
             with self._joint_statistics(copies):
                 if self.own is not None:
-                    self._run(self.own, copies[0], global_samples, exchanges, _NoClock(), applies=False)
+                    self._run(self.own, copies[0], global_samples, exchanges, NO_CLOCK, applies=False)
                 else:
-                    self._gradients(exchanges, copies, global_samples, _NoClock())
+                    self._gradients(exchanges, copies, global_samples, NO_CLOCK)
 
         with self._unchanged():
             return self.choice.measured(self.reducers, rehearse)
@@ -239,39 +258,33 @@ class TorchFramework:
         """BatchNorm in an update: over the samples of all ranks, if that is wanted."""
         return self.joint.update(len(micro_batches)) if self.joint else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """What forward passes in the body change in model, loss, the task's objects and random states is put back."""
-        buffers_of = [(dict(module._buffers), module) for module in self.model.modules()]
-        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(self.device)}
-        held = self.holdings.snapshot()
-        try:
-            with unchanged(self.objects, self.leaves):
-                yield
-        finally:
-            for buffers, module in buffers_of:
-                module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
-            self.holdings.load(held)
-            load_random(self.device, random)
+    def _unchanged(self) -> contextlib.AbstractContextManager[None]:
+        return passes_leave(self.model, self.holdings, self.objects, self.device)
 
-    def dry_call(self, batch: HostBatch) -> None:
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
         with self._unchanged(), self._autocast(), trial() if self.joint else contextlib.nullcontext():
             self._for_training()
-            inputs = self._to_device(copied(batch))
             if self.own is not None:
-                self.own.dry_call(inputs, int(self.steps))
+                self.own.dry_call(self._to_device(copied(batch)), int(self.steps))
+            elif self.pipelined:
+                own_stage, on_device = self.pipelined, self._to_device(copied(batch))
+                dry = lambda: own_stage.dry_call(on_device)  # noqa: E731
+                _, self.flops = trying(dry, self.model, samples_of(batch), self.low_precision, meets=True)
             else:
                 trains = any(parameter.requires_grad for parameter in self.model.parameters())
-                try_loss(self.task, self.model, inputs, trains)
-            if self.task.validation is not None:
+
+                def call() -> Any:
+                    return try_loss(self.task, self.model, self._to_device(copied(batch)), trains)
+
+                meets = self.meeting is not None or bool(self.tensor.slices)
+                loss, self.flops = trying(call, self.model, samples_of(batch), self.low_precision, meets)
+                if self.meeting is not None:
+                    try_sharded(loss)
+            for held_out in (validation or [batch]) if self.task.validation is not None else ():
                 with self._for_evaluation():
-                    given = self.task.model if isinstance(self.task.model, Mapping) else self.model
-                    try_metrics(self.task, given, self._to_device(copied(batch)))
-                try_meters(self, copied(batch))
+                    given = self.task.model if isinstance(self.task.model, Mapping) else self.pipelined or self.model
+                    try_metrics(self.task, given, self._to_device(copied(held_out)))
+                try_meters(self, copied(held_out))
 
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         with self._for_evaluation():
@@ -295,8 +308,8 @@ class TorchFramework:
         counted = [ArrayTensor(STEPS, self.steps)] if self.own is not None else []
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
-        return [
-            *model_tensors(self.model, self.joint_names, self.tensor.slices),
+        found = [
+            *model_tensors(self.model, self.joint_names, self.tensor),
             *optimizer,
             *self.holdings.tensors(known, self.updates),
             *self._average_tensors(),
@@ -304,14 +317,14 @@ class TorchFramework:
             *counted,
             *random_tensors(self.device),
         ]
+        return self.pipelined.placed(found) if self.pipelined else found
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
         saved = as_saved(arrays)
         arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved those of compiled ones
-        load_tensors(
-            [*model_tensors(self.model, self.joint_names, self.tensor.slices), *self._average_tensors()], arrays
-        )
+        load_tensors([*model_tensors(self.model, self.joint_names, self.tensor), *self._average_tensors()], arrays)
+        self.valueless = frozenset()
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
         self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
@@ -354,13 +367,16 @@ class TorchFramework:
 
     def weights_hash(self, shared_only: bool = False) -> str:
         joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
-        weights = (one for _, one in self.tensor.shared(self.model)) if shared_only else self.model.parameters()
-        return digest([*weights, *joint])
+        weights = self.tensor.shared(self.model) if shared_only else self.tensor.parameters(self.model)
+        return digest([*(one for _, one in weights), *joint])
 
     def close(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
+        self.tensor.region.exchange.close()
+        if self.pipelined:
+            self.pipelined.stage.exchange.close()
         if self.own is not None:
             self.own.guard.close()
         if self.joint is not None:
@@ -380,6 +396,7 @@ class TorchFramework:
             average_weight=1 - (train.ema_decay or 0),
             rule=UpdateRule(train.clip_norm, loss_scale_of(name) if train.precision == "fp16" else None),
             tensor=self.tensor,
+            stages=self.world.pipeline,
         )
 
     def _scales(self) -> list[LossScale]:
@@ -390,7 +407,7 @@ class TorchFramework:
         found: list[TorchTensor] = []
         for parameter, average in zip(self.parameters, self.average, strict=bool(self.average)):
             name = self.names[id(parameter)]
-            found += tensors_of(f"ema/{name}", average, self.tensor.slices.get(name))
+            found += tensors_of(f"ema/{name}", average, self.tensor.places.get(name))
         return found
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -419,8 +436,8 @@ class TorchFramework:
             self._swap_average()
 
     def _swap_average(self) -> None:
-        for parameter, average in zip(self.parameters, self.average, strict=bool(self.average)):
-            parameter.data, average.data = average.data, parameter.data
+        if self.average:
+            self.tensor.swap(self.parameters, self.average)
 
     def _to_device(self, batch: HostBatch) -> dict[str, Tensor]:
         if self.device.type == "cpu" and self.memory_format is torch.preserve_format:
@@ -439,17 +456,6 @@ def memory_format_of(train: TrainConfig) -> torch.memory_format:
     return torch.channels_last if train.channels_last else torch.preserve_format
 
 
-class _NoClock:
-    def mark(self, phase: Phase) -> None:
-        """Rehearsals are not steps."""
-
-    def mark_past(self, phase: Phase, ago_s: float) -> None:
-        """See ``mark``."""
-
-    def end_step(self, work: float) -> None:
-        """Nor do they end one."""
-
-
 def writable(array: NDArray[Any]) -> Tensor:
     """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
     return torch.from_numpy(array if array.flags.carray else np.array(array))
@@ -463,11 +469,6 @@ def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:
 def samples_of(batch: HostBatch) -> int:
     """Length of the leading axis."""
     return len(next(iter(batch.values())))
-
-
-def loss_scale_of(optimizer: str) -> LossScale:
-    """With a name of its own if the optimizer has one."""
-    return LossScale(f"{SCALE}/{optimizer}") if optimizer else LossScale()
 
 
 def _sum_and_weight(score: Any, samples: int) -> tuple[float, float]:

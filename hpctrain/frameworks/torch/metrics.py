@@ -34,6 +34,11 @@ def torch_meters(task: Task, device: torch.device) -> dict[str, Meter]:
     }
 
 
+def of_torchmetrics(task: Task) -> str | None:
+    """The first of the task's metrics that is one of torchmetrics."""
+    return next((one.field for one in entries_of(task.metrics).values() if isinstance(one.metric, TorchMetric)), None)
+
+
 class TorchMetricMeter:
     """See train.metrics.Meter. States are reduced as the metric declares, here, without torch.distributed."""
 

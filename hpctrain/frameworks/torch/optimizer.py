@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from hpctrain.train.saved_arrays import SavedArrays, as_saved
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 
 Group = dict[str, Any]
-Placed = TypeVar("Placed", TorchTensor, ArrayTensor)
 
 
 class Together(Optimizer):
@@ -112,14 +112,12 @@ class Part:
 class Slots:
     """Where the state of parameters lies in that of whole ones, if optimizers have parts of them."""
 
-    cuts: Mapping[int, Cut] = field(default_factory=dict)
-    """Of each part of a parameter, by id."""
+    slices: Mapping[int, Slices] = field(default_factory=dict)
+    """Where what an optimizer has of a parameter lies in the whole one, by id."""
     common: frozenset[str] = frozenset()
     """Names of slots that have no rows, such as a count of steps: they are the same for all parts of a parameter."""
-    slices: Mapping[int, Slices] = field(default_factory=dict)
-    """What this rank has of parameters that a tensor group shares out, by id."""
 
-    def cut_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Cut | None:
+    def slices_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Slices | None:
         """Where a slot of a parameter lies if it is cut as that is.
 
         Args:
@@ -128,18 +126,31 @@ class Slots:
             parameter: as the optimizer has it.
             is_saved: which shape it is.
         """
-        cut = self.cuts.get(id(parameter))
-        whole = None if cut is None else cut.shape if is_saved else tuple(parameter.shape)
-        return cut if shape == whole and slot not in self.common else None
+        slices = self.slices.get(id(parameter))
+        whole = None if slices is None else slices.whole if is_saved else tuple(parameter.shape)
+        return slices if shape == whole and slot not in self.common else None
 
-    def placed(self, tensor: Placed, slot: str, parameter: Tensor) -> Iterator[Placed]:
-        """A slot as this rank saves it; nothing if another one does."""
-        part = self.cuts.get(id(parameter))
-        cut = self.cut_of(slot, tensor.shape, parameter)
-        if cut is None and part is not None and not any(part.begin):  # whoever has the first row saves what has none
-            cut = Cut(tensor.shape, (0,) * len(tensor.shape))
-        if part is None or cut is not None:
-            yield tensor if cut is None else replace(tensor, placement=Placement.CUT, cut=cut)
+    def placed(self, tensor: TorchTensor | ArrayTensor, slot: str, parameter: Tensor) -> Sequence[StateTensor]:
+        """A slot as this rank saves it; nothing if another one does.
+
+        Raises UserError if a slot of a parameter that is cut has another shape.
+        """
+        known = self.slices.get(id(parameter))
+        if known is None:
+            return [tensor]
+        slices = self.slices_of(slot, tensor.shape, parameter)
+        if slices is not None and isinstance(tensor, TorchTensor):
+            return tensors_of(tensor.name, tensor.tensor, slices)
+        if known.is_cut and math.prod(tensor.shape) > 1:
+            raise UserError(
+                f"{tensor.name} has the shape {list(tensor.shape)}, and its parameter is cut: nobody knows where in "
+                "the whole it lies",
+                "use an optimizer whose state has the shape of the parameter, such as AdamW",
+            )
+        if known.rows is None:
+            return [tensor]
+        cut = Cut(tensor.shape, (0,) * len(tensor.shape), known.copy, known.copies)
+        return [replace(tensor, placement=Placement.CUT, cut=cut)] if known.starts else []  # who has the first row
 
 
 class OptimizerState:
@@ -222,17 +233,7 @@ class OptimizerState:
             for slot, value in slots.items():
                 name = f"optimizer/{part.prefix}{slot}"
                 if isinstance(value, Tensor):
-                    slices = self.slots.slices.get(id(parameter)) if value.numel() > 1 else None
-                    if slices is not None and value.shape != parameter.shape:
-                        raise UserError(
-                            f"{type(part.optimizer).__name__} keeps {slot!r} of shape {list(value.shape)} of {own}, "
-                            "which is cut: nobody knows where in the whole it lies",
-                            "use an optimizer whose state has the shape of the parameter, such as AdamW",
-                        )
-                    if slices is not None:
-                        tensors += tensors_of(f"{name}/{own}", value, slices)
-                    else:
-                        tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), slot, parameter)
+                    tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), slot, parameter)
                 elif isinstance(value, (bool, int, float)):
                     number = ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64))
                     tensors += self.slots.placed(number, slot, parameter)
@@ -343,15 +344,13 @@ def slot_value(
         return int(number) if number.is_integer() else number
     shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
-    slices = slots.slices.get(id(parameter))
-    own = slices if slices is not None and shape == slices.whole else None
-    cut = slots.cut_of(slot, shape, parameter, is_saved=True)
-    is_like_parameter = cut is not None or own is not None or shape == tuple(parameter.shape)
+    slices = slots.slices_of(slot, shape, parameter, is_saved=True)
+    is_like_parameter = slices is not None or shape == tuple(parameter.shape)
     if is_like_parameter:  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
-    load_tensors(tensors_of(name, value, own) if own else [TorchTensor(name, value, cut=cut)], saved)
+    load_tensors(tensors_of(name, value, slices), saved)
     return value
 
 

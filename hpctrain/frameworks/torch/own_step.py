@@ -127,8 +127,10 @@ class Dry:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.has_trained = False
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
+        self.has_trained = True
         total = score[0] if isinstance(score, tuple) else score
         parameters = self.setting.trained[name].parameters
         with self.setting.autocast(enabled=False):
@@ -238,15 +240,20 @@ class OwnSteps:
         """One step on this rank alone that changes no parameter.
 
         Raises:
-            UserError: the step fails; names the user's line.
+            UserError: the step fails, which names the user's line, or does nothing.
         """
         samples = len(next(iter(batch.values())))
-        context = StepContext(self.setting, Dry(self.setting), slice(0, samples), samples, done, ranks=1)
+        dry = Dry(self.setting)
+        context = StepContext(self.setting, dry, slice(0, samples), samples, done, ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(batch)}"
         parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
         with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):
             returned = self.step(context, batch)
-        context._finish(returned)
+        if not (context._finish(returned) or dry.has_trained or returned is not None):
+            raise UserError(
+                "step neither calls ctx.backward nor reports anything: nothing would be trained",
+                "call ctx.backward(loss) and ctx.update(); a step that is right to skip a batch returns {}",
+            )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Gives each rank's optimizers the rows of parameters that the rank updates, in place of whole parameters."""
+"""Gives each rank's optimizers, or all of the model, the rows of parameters that the rank updates, in place of whole
+parameters."""
 
 from __future__ import annotations
 
@@ -8,18 +9,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.loose import is_array
 from hpctrain.frameworks.torch.optimizer import Part, Slots, Together
-from hpctrain.frameworks.torch.shares import Share
+from hpctrain.frameworks.torch.shares import ONLY, Share
 from hpctrain.frameworks.torch.state import load_random, random_tensors
-from hpctrain.parallel.torch_probe import Verdict, is_whole, small, try_optimizer
+from hpctrain.parallel.torch_fully_sharded import FullySharded, own_rows_of, shard_model
+from hpctrain.parallel.torch_group import DefaultGroup
+from hpctrain.parallel.torch_probe import Verdict, is_whole, try_optimizer
 from hpctrain.parallel.torch_sharded import OwnRows, Sharded, rows_of, shard
-from hpctrain.train.state import Cut
+from hpctrain.parallel.torch_tensor import Slices, TensorParallel
+from hpctrain.parallel.trial import small
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,21 @@ class Judgement:
         """Slots that are not cut with the rows."""
         return frozenset[str]().union(*(verdict.common for verdict in self.verdicts.values()))
 
-    def cuttable(self, shares: Mapping[str, Share], group: Group) -> set[int]:
-        """Ids of parameters that may be cut between rows, as all ranks found. Collective."""
+    def cuttable(self, shares: Mapping[str, Share], groups: Sequence[Group], nearly: bool = False) -> set[int]:
+        """Ids of parameters that may be cut between rows, as all ranks of the groups found. Collective.
+
+        Args:
+            shares: parameters by optimizer.
+            groups: one after the other.
+            nearly: whether to rounding is enough; else to the bit.
+        """
         wanting = [id(parameter) for share in shares.values() for _, parameter in share.pairs]
-        found = [one in self.verdicts and self.verdicts[one].by_rows for one in wanting]
-        everywhere = group.allgather(found, "compare how optimizer state may be cut")
-        return {one for one, *told in zip(wanting, *everywhere, strict=True) if all(told)}
+        verdicts = [self.verdicts.get(one, Verdict(is_alone=True)) for one in wanting]
+        found = [one.nearly_by_rows if nearly else one.by_rows for one in verdicts]
+        for group in groups:
+            everywhere = group.allgather(found, "compare how optimizer state may be cut")
+            found = [all(told) for told in zip(*everywhere, strict=True)]
+        return {one for one, may_be in zip(wanting, found, strict=True) if may_be}
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,12 @@ def largest_share(shares: Mapping[str, Share], judgement: Judgement, ranks: Grou
 
 
 def share_out_optimizers(
-    shares: Mapping[str, Share], parts: Sequence[Part], judgement: Judgement, group: Group, names: Mapping[int, str]
+    shares: Mapping[str, Share],
+    parts: Sequence[Part],
+    judgement: Judgement,
+    world: World,
+    names: Mapping[int, str],
+    tensor: TensorParallel,
 ) -> Sharding:
     """Shares out the parameters of all optimizers, which then hold this rank's parts alone. Collective.
 
@@ -116,25 +135,79 @@ def share_out_optimizers(
         shares: parameters by optimizer, on their device.
         parts: all optimizers.
         judgement: of them.
-        group: the ranks.
+        world: the ranks; those that have the same parts of the model share out its parameters.
         names: of parameters, by id.
+        tensor: what this rank has of them.
     """
-    cuttable = judgement.cuttable(shares, group)
-    of = {name: shard(share.pairs, cuttable, set(judgement.verdicts), group) for name, share in shares.items()}
+    cuttable = judgement.cuttable(shares, (world.tensor, world.data))  # other stages have other parameters
+    of = {name: shard(share.pairs, cuttable, set(judgement.verdicts), world.data) for name, share in shares.items()}
     mine: dict[int, OwnRows | None] = {id(parameter): None for each in of.values() for _, parameter in each.pairs}
-    cuts: dict[int, Cut] = {}
+    slices: dict[int, Slices] = {}
     own_names: dict[int, str] = {}
     for sharded in of.values():
         for rows in sharded.parts:
             whole = sharded.pairs[rows.piece.parameter][1]
             mine[id(whole)] = rows
-            begin = 0 if rows.piece.rows == 1 else rows.piece.begin
-            cuts[id(rows.parameter)] = Cut(tuple(whole.shape), (begin, *[0] * whole.ndim)[: whole.ndim])
-            own_names[id(rows.parameter)] = names[id(whole)]
+            name, is_all = names[id(whole)], rows.piece.rows == 1
+            ends = (0, len(whole) if whole.ndim else 1) if is_all else (rows.piece.begin, rows.piece.end)
+            slices[id(rows.parameter)] = tensor.rows(name, tuple(whole.shape), *ends)
+            own_names[id(rows.parameter)] = name
     for optimizer in plain(parts):
         for settings in optimizer.param_groups:
             replace_parameters(optimizer, settings, mine, judgement.common)
-    return Sharding(of, own_names, Slots(cuts, judgement.common))
+    return Sharding(of, own_names, Slots(slices, judgement.common))
+
+
+def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], judgement: Judgement, world: World) -> str | None:
+    """Of what optimizer some parameter may not be cut between rows, and which, if all have to be. Collective."""
+    cuttable = judgement.cuttable(shares, [world.everyone], nearly=True)
+    names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
+    for optimizer in plain(parts):
+        for one in (one for settings in optimizer.param_groups for one in settings["params"]):
+            if id(one) in names and one.ndim and len(one) > 1 and id(one) not in cuttable:
+                return f"{type(optimizer).__name__} does not update the rows of {names[id(one)]} by themselves"
+    return None
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A model of which each rank has rows, and what goes with it."""
+
+    tensor: FullySharded
+    shares: dict[str, Share]
+    """This rank's rows by optimizer."""
+    names: Mapping[int, str]
+    """Of this rank's rows, by id."""
+    slots: Slots
+    group: DefaultGroup
+
+
+def shard_parameters(
+    model: Module, before: TensorParallel, world: World, parts: Sequence[Part], judgement: Judgement
+) -> Divided:
+    """Leaves each rank its rows of all parameters; the optimizers then have these. Collective.
+
+    Args:
+        model: on its device, equal on all ranks, with one optimizer or a list of them.
+        before: what its tensor group has left of it.
+        world: the ranks.
+        parts: all optimizers.
+        judgement: of them; they may be cut between rows.
+    """
+    whole = list(model.parameters())
+    group = DefaultGroup(world.data, whole[0].device)
+    tensor = shard_model(model, before, world)
+    mine = own_rows_of(tensor.every, whole)
+    for optimizer in plain(parts):
+        for settings in optimizer.param_groups:
+            replace_parameters(optimizer, settings, mine, judgement.common)
+    return Divided(
+        tensor,
+        {ONLY: Share([(one.name, one.own) for one in tensor.every if one.own.requires_grad])},
+        {id(one.own): one.name for one in tensor.every},
+        Slots({id(one.own): one.rows for one in tensor.every if one.rows}, judgement.common),
+        group,
+    )
 
 
 def replace_parameters(

@@ -15,7 +15,7 @@ from torch.nn import Module
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.frameworks.named_state import plain_name
-from hpctrain.parallel.torch_tensor import Slices
+from hpctrain.parallel.torch_tensor import Slices, TensorParallel
 from hpctrain.train.state import ArrayTensor, Cut, Placement
 
 NUMBER = ".number"
@@ -99,21 +99,21 @@ def state_of(model: Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def model_tensors(
-    model: Module, equal: Container[str] = (), slices: Mapping[str, Slices] | None = None
-) -> list[TorchTensor]:
+def model_tensors(model: Module, equal: Container[str] = (), own: TensorParallel | None = None) -> list[TorchTensor]:
     """``model/<name>`` of a model's tensors.
 
     Args:
         model: whose.
         equal: names of buffers that are equal on all ranks.
-        slices: what this rank has of the parameters that are cut, by name.
+        own: what this rank has of parameters that are cut or sharded.
     """
+    slices, held = (own.places, own.held) if own else ({}, {})
     trained = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: list[TorchTensor] = []
     for name, tensor, placement in module_tensors(model):
         placed = Placement.REPLICATED if name in equal else placement
-        found += tensors_of(f"model/{name}", tensor, (slices or {}).get(name), placed, name in trained)
+        value = held[name].data if name in held else tensor
+        found += tensors_of(f"model/{name}", value, slices.get(name), placed, name in trained)
     return found
 
 

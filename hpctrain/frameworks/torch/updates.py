@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.comm.group import Group
@@ -14,12 +16,15 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.frameworks.torch.checks import require_scalar
 from hpctrain.frameworks.update import Decision, UpdateRule
+from hpctrain.parallel.torch_exchange import Waiting
+from hpctrain.parallel.torch_fully_sharded import FullyShardedReducers
 from hpctrain.parallel.torch_sharded import ShardedReducers
+from hpctrain.parallel.torch_stage import norm_over
 from hpctrain.parallel.torch_tensor import TensorParallel
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.torch_reducer import Number, Reducer, TorchReducers
-from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.clock import Neighbours, Phase, StepClock
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -42,24 +47,35 @@ class Passes:
         self.weight: Number = 0.0
         self.weighted = False
 
-    def add(self, score: Any, samples: int, backward: Callable[[Tensor], object] = Tensor.backward) -> None:
+    def add(
+        self, score: Any, samples: int, backward: Callable[[Tensor], object] = Tensor.backward, is_own: bool = True
+    ) -> None:
         """One pass.
 
         Args:
             score: the mean over samples, or (sum, weight).
             samples: that it is the mean of.
             backward: runs it.
+            is_own: whether the samples count; False for those of another rank, which meets this one in its passes.
         """
         self.weighted = isinstance(score, tuple)
         total, part = score if self.weighted else (score, samples)
         require_scalar(total)
         if total.dtype in HALVES:
             total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
-        times = 1 if self.weighted else samples
+        times = (1 if self.weighted else samples) * is_own
         factor = self.scale * times / self.global_samples
         backward(total if factor == 1 else total * factor)
         self.loss = self.loss + number(total) * times
-        self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part)
+        self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part) * is_own
+
+    def told(self) -> NDArray[np.float64]:
+        """What ``take`` takes over."""
+        return np.array([float(self.loss), float(self.weight), self.weighted])
+
+    def take(self, told: NDArray[np.float64]) -> None:
+        """The loss is that of a rank which has seen the same samples."""
+        self.loss, self.weight, self.weighted = float(told[0]), float(told[1]), bool(told[2])
 
     def exchange(self) -> ExchangeResult:
         """Makes the gradients those of all ranks."""
@@ -82,6 +98,8 @@ class Trained:
     """Of the new values in the averages."""
     rule: UpdateRule
     tensor: TensorParallel
+    stages: Group
+    """Ranks that have other layers of the model."""
 
     def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock) -> Decision:
         """Divides by weights and loss scale, clips, and steps, unless the update is left out.
@@ -89,7 +107,7 @@ class Trained:
         Raises:
             NotFinite: loss or gradient is not finite; on all ranks.
         """
-        norm = self._norm(reducer) if self.rule.needs_norm else None
+        norm = self._norm(reducer, clock) if self.rule.needs_norm else None
         decision = self.rule.decide(totals, norm)
         if decision.factor is None:
             return decision
@@ -104,9 +122,13 @@ class Trained:
                 torch._foreach_lerp_(self.average, self.parameters, self.average_weight)
         return decision
 
-    def _norm(self, reducer: Reducer) -> float:
+    def _norm(self, reducer: Reducer, clock: StepClock) -> float:
         """L2 norm of all gradients, wherever they are."""
-        return self.tensor.norm(self.parameters) if self.tensor.slices else reducer.norm()
+        norm = self.tensor.norm(reducer.summed()) if self.tensor.slices else reducer.norm()
+        if self.stages.size == 1:
+            return norm
+        with Waiting(clock, Neighbours.PIPELINE):
+            return norm_over(self.stages, norm)
 
 
 @dataclass(frozen=True)
@@ -130,7 +152,7 @@ class Exchanges:
 class ExchangesToChoose:
     """Reducers of several optimizers, chosen together; see reducer_choice.Reducers."""
 
-    of: Mapping[str, TorchReducers | ShardedReducers]
+    of: Mapping[str, TorchReducers | ShardedReducers | FullyShardedReducers]
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         return next(iter(self.of.values())).possible(config, world)

@@ -54,7 +54,7 @@ def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = F
         RunDir.for_config(config),
         lambda attempt: launch,
         Limits(config.launch.stop_grace_s, config.launch.max_failures),
-        Attempt(ranks=ranks),
+        Attempt(ranks=ranks).under(config.parallel),
         dump(config),
         verbose,
         by_person=lambda number: True,  # on a workstation there is no scheduler

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.chief.peers import Peers
 from hpctrain.monitor.window import Window
 
 Array = NDArray[np.floating]
@@ -21,10 +22,13 @@ class Baseline:
 
     Args:
         ranks: number of ranks of the run.
+        peers: who is compared with whom.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, peers: Peers) -> None:
         self.ranks = ranks
+        self.peers = peers
+        self.everyone = np.arange(ranks)
         self.seen = 0
         self.learned: list[tuple[Array, Array, float, float, float]] = []
         self.busy: Array | None = None
@@ -51,7 +55,7 @@ class Baseline:
         self.busy = np.median(every, axis=0)
         self.work, self.transfer, self.step = (float(np.median([row[i] for row in self.learned])) for i in (2, 3, 4))
         self.typical = np.median([row[1] for row in self.learned], axis=0)
-        excesses = np.array([statistics.excess_of_each(row) for row in every])
+        excesses = np.array([self.peers.excess(row, self.everyone, self.busy) for row in every])
         self.noise = np.abs(excesses - np.median(excesses, axis=0)).max(axis=0)
         self.learned.clear()
 
@@ -64,7 +68,7 @@ class Baseline:
 
     def excess(self) -> Array | None:
         """[N] share by which each rank was above the others when the run began."""
-        return None if self.busy is None else statistics.excess_of_each(self.busy)
+        return None if self.busy is None else self.peers.excess(self.busy, self.everyone, self.busy)
 
     def fell_behind(self, medians: Array, growth: Array | None, slow: float) -> NDArray[np.bool_]:
         """[N] ranks that are slower than they were, and more so than their peers; nobody while there is no baseline.
@@ -73,6 +77,6 @@ class Baseline:
         """
         if growth is None or self.busy is None or self.noise is None or len(medians) != self.ranks:
             return np.zeros(len(medians), dtype=bool)
-        before = 1 + statistics.excess_of_each(self.busy)
-        gained = (1 + statistics.excess_of_each(medians)) / before - 1
+        before = 1 + self.peers.excess(self.busy, self.everyone, self.busy)
+        gained = (1 + self.peers.excess(medians, self.everyone, self.busy)) / before - 1
         return (growth >= 1 + slow) & (gained >= np.maximum(slow, 2 * self.noise))

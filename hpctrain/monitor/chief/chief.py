@@ -19,6 +19,7 @@ from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
 from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
+from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.stops import Stops
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
@@ -27,6 +28,7 @@ from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.events import AboutRank, Straggler
 from hpctrain.run.events import Hang as HangEvent
 from hpctrain.run.folder import RunDir
+from hpctrain.run.grid import Grid
 from hpctrain.system.files import write_atomically
 
 PENDING_WINDOWS = 8
@@ -75,6 +77,7 @@ class Chief:
         attempt: number of this attempt.
         config: the monitor section.
         say: takes a sentence for the log; the flag says that rank 0 may not be able to print it.
+        grid: places of the ranks; by default each has the whole model.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Chief:
         attempt: int,
         config: MonitorConfig,
         say: Callable[[str, bool], None],
+        grid: Grid | None = None,
     ) -> None:
         self.hosts = tuple(hosts)
         self.nodes = tuple(nodes)
@@ -93,8 +97,9 @@ class Chief:
         self.config = config
         self.say = say
         self.events = EventWriter(folder.monitor_events, lambda text: say(text, False))
-        self.judge = Judge(hosts)
-        self.watch = HangWatch(config.hang_s)
+        self.grid = grid or Grid(len(hosts))
+        self.judge = Judge(hosts, grid=self.grid)
+        self.watch = HangWatch(config.hang_s, self.grid)
         self.heat = Heat(len(hosts), config.window_steps)
         self.pending: dict[int, tuple[list[window.Window], int]] = {}
         """Parts of windows that are not judged yet, and how many ranks they hold."""
@@ -103,6 +108,8 @@ class Chief:
         self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
         self.dropped: dict[int, int] = {}
         self.first_step = 0
+        self.layers: dict[int, int] = {}
+        """Layers of the ranks' stages, as far as there are stages."""
         self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
         """Confirmed findings, in words; the ranks are those of findings that name somebody."""
         self.suspects: list[str] = []
@@ -132,6 +139,7 @@ class Chief:
                 self.next_check = now
             self.dropped[fields["node"]] = fields["dropped"]
             self.first_step = max(self.first_step, fields["first_step"])
+            self.layers.update({rank: count for rank, count in fields.get("layers", ()) if count})
         elif message.kind == "findings":
             for rank, lines in fields["ranks"].items():
                 self.findings[f"rank {rank}"] = (now, tuple(lines))
@@ -221,7 +229,8 @@ class Chief:
         self.suspects.clear()
         self.drop_cleared()
         for verdict in verdicts:
-            self.tell(self.with_evidence(verdict))
+            place = self.grid.told(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
+            self.tell(replace(self.with_evidence(verdict), place=place, move=self.move_of(verdict)))
         suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
         return [NodeCommand(node, Message("look")) for node in sorted({self.nodes[rank] for rank in suspects})]
 
@@ -232,7 +241,9 @@ class Chief:
                 del self.active[kind, ranks]
 
     def with_evidence(self, verdict: Finding) -> Finding:
-        """Adds what the counters of the named ranks' hosts say."""
+        """Adds what the counters of the named ranks' hosts say, unless it is about no host."""
+        if verdict.kind is Kind.PLAN:
+            return verdict
         keys = [f"rank {rank}" for rank in verdict.ranks[:8]]
         keys += sorted({f"node {self.nodes[rank]}" for rank in verdict.ranks[:8]})
         now = time.monotonic()
@@ -245,6 +256,13 @@ class Chief:
             for line in found
         ]
         return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
+
+    def move_of(self, verdict: Finding) -> Move | None:
+        """What would even out the stages that it is about."""
+        if verdict.load is None or verdict.load.axis != "stage":
+            return None
+        stage_of = {rank: self.grid.place(rank).stage for rank in self.layers}
+        return evening(verdict.load, {stage_of[rank]: count for rank, count in self.layers.items()})
 
     def tell(self, verdict: Finding) -> None:
         """Log, event, live view, and the exclusion list."""
@@ -309,7 +327,7 @@ class Chief:
             except RunFailed as error:  # the ranks are to be ended all the same
                 self.say(f"the monitor cannot write stacks: {error.what}", True)
         action = self.config.on_hang
-        text = sentence.of_hang(hang, self.hosts, action)
+        text = sentence.of_hang(hang, self.hosts, action, self.grid)
         self.say(text, True)
 
         def about(beat: Beat) -> AboutRank:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.monitor.chief.peers import Load, Move
+
 RANKS_IN_EVENT = 1000
 """Ranks that an event lists."""
 
@@ -27,6 +29,8 @@ class Kind(enum.StrEnum):
     """Pauses hit changing ranks: garbage collection, input or the system, nobody to blame."""
     IMBALANCE = "imbalance"
     """Ranks have different amounts of work."""
+    PLAN = "plan"
+    """A stage, or a part of cut layers, takes longer than the others on whichever rank it is."""
     NETWORK = "network"
     """The exchange itself takes longer than it did."""
     GLOBAL = "global"
@@ -63,8 +67,14 @@ class Finding:
     """Share of the time that the run would save without it."""
     evidence: tuple[str, ...] = ()
     """What the host's counters say."""
+    place: str = ""
+    """Of the one rank, in the grid of ``parallel``; empty if its number says it all."""
     note: str = ""
     """What else to know."""
+    load: Load | None = None
+    """What is uneven about the plan, for Kind.PLAN."""
+    move: Move | None = None
+    """What would even it out, if that is known."""
     beside: bool = False
     """Some other rank is named at this time: what nobody is blamed for comes on top of that."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.monitor.shared import NO_PHASE
-from hpctrain.train.clock import Phase
+from hpctrain.run.grid import Grid
+from hpctrain.train.clock import Neighbours, Phase
 
 FIRST_STEP_S = 900.0
 """Silence allowed before the first step is done: compilation, first reading of the data."""
@@ -35,17 +37,26 @@ class Beat:
     """Seconds since it said so."""
     state: str
     """ended (it said good-bye), gone (it did not), stopped, silent (its node's agent is), or the kernel's letter."""
+    waits_for: int = Neighbours.NOBODY
+    """Neighbours that it waits for in the middle of a phase."""
 
     @property
     def waits(self) -> bool:
         """It has arrived at the exchange and has not left it."""
-        return self.phase == Phase.BACKWARD and self.state not in LOST
+        return self.phase == Phase.BACKWARD and self.state not in LOST and not self.waits_for
+
+    @property
+    def waits_for_neighbours(self) -> bool:
+        """It is in a sum or a message that others do not come to."""
+        return bool(self.waits_for) and self.state not in LOST
 
     @property
     def doing(self) -> str:
         """What the rank does, in words that follow its name."""
         if self.state in STATES:
             return STATES[self.state]
+        if self.waits_for_neighbours:
+            return FOR_NEIGHBOURS.get(self.waits_for, "waits for its neighbours")
         if self.phase == Phase.BACKWARD:
             return "waits in the exchange"
         return f"is {self.place}"
@@ -58,6 +69,10 @@ class Beat:
         return f"past {Phase(self.phase).name.lower()}" if self.phase < len(Phase) else "between two phases"
 
 
+FOR_NEIGHBOURS: Mapping[int, str] = {
+    Neighbours.TENSOR: "waits for other parts of a layer",
+    Neighbours.PIPELINE: "waits for another stage",
+}
 STATES = {
     ENDED: "has ended",
     GONE: "has died without notice",
@@ -80,13 +95,18 @@ class Hang:
     """The culprits' processes are gone."""
 
 
-def who_never_arrived(beats: list[Beat]) -> list[Beat]:
+def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]:
     """Ranks that the others wait for; nobody if all are in the same place.
 
-    Those that cannot arrive, if there are any. Otherwise all that are not in the furthest exchange.
+    Those that cannot arrive, if there are any. Otherwise all that are not in the furthest exchange, unless they wait
+    for neighbours. If all do one or the other, those whose neighbours wait in vain, being elsewhere themselves.
     """
     if lost := [beat for beat in beats if beat.state in LOST]:
         return lost
+    if any(beat.waits_for_neighbours for beat in beats):
+        if moving := [beat for beat in beats if not (beat.waits or beat.waits_for_neighbours)]:
+            return moving
+        return apart(beats, grid) if grid is not None else []
     furthest = max((beat.steps for beat in beats if beat.waits), default=None)
     if furthest is not None:
         return [beat for beat in beats if not (beat.waits and beat.steps == furthest)]
@@ -94,15 +114,23 @@ def who_never_arrived(beats: list[Beat]) -> list[Beat]:
     return [beat for beat in beats if beat.steps < ahead]
 
 
+def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
+    """Ranks in the exchange some of whose tensor neighbours wait for their part of a layer."""
+    in_vain = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
+    return [beat for beat in beats if beat.waits and beat.rank // grid.tensor in in_vain]
+
+
 class HangWatch:
     """Follows the heartbeats of all ranks.
 
     Args:
         hang_s: silence that counts as a hang; None derives it from the longest silence seen so far.
+        grid: places of the ranks.
     """
 
-    def __init__(self, hang_s: float | None) -> None:
+    def __init__(self, hang_s: float | None, grid: Grid | None = None) -> None:
         self.hang_s = hang_s
+        self.grid = grid
         self.longest_s = 0.0
         self.last_steps = -1
         self.last_silence_s = 0.0
@@ -127,7 +155,7 @@ class HangWatch:
         if self.reported:
             return None
         self.reported = True
-        culprits = who_never_arrived(beats)
+        culprits = who_never_arrived(beats, self.grid)
         waiting = [beat for beat in alive if beat not in culprits]
         return Hang(silence, tuple(culprits), tuple(waiting), died=False)
 

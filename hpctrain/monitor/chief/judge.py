@@ -15,7 +15,9 @@ from hpctrain.monitor.chief.baseline import Baseline
 from hpctrain.monitor.chief.cause import NETWORK, cause_of
 from hpctrain.monitor.chief.finding import Change, Finding, Hysteresis, Kind, State
 from hpctrain.monitor.chief.pauses import RECENT, Pauses
+from hpctrain.monitor.chief.peers import Peers, heaviest
 from hpctrain.monitor.window import GC, Window
+from hpctrain.run.grid import Grid
 
 Array = NDArray[np.floating]
 
@@ -46,6 +48,8 @@ class Rule:
     """Share of the time that all ranks' pauses together must cost to be reported."""
     imbalance: float = 0.10
     """Share of the time lost to unequal work from which on it is reported."""
+    uneven_plan: float = 0.07
+    """Share of the time that equal stages, or equal parts of layers, would save from which on it is reported."""
     luck: float = 1e-6
     """Pauses are one rank's own if random ranks would look like that with less than this probability."""
 
@@ -71,12 +75,14 @@ class Judge:
     Args:
         hosts: [N] host of each rank.
         rule: thresholds.
+        grid: places of the ranks; by default each has the whole model.
     """
 
-    def __init__(self, hosts: Sequence[str], rule: Rule | None = None) -> None:
+    def __init__(self, hosts: Sequence[str], rule: Rule | None = None, grid: Grid | None = None) -> None:
         self.hosts = tuple(hosts)
         self.rule = rule or Rule()
-        self.baseline = Baseline(len(hosts))
+        self.peers = Peers(grid or Grid(len(hosts)), self.rule.few_ranks)
+        self.baseline = Baseline(len(hosts), self.peers)
         self.ranks_of_host = Counter(self.hosts)
         self.accused = Accused(len(hosts), self.rule.confirm_windows, self.rule.clear_windows)
         self.conditions: dict[Kind | tuple[Kind, int], Hysteresis] = {}
@@ -99,6 +105,7 @@ class Judge:
         own = self.baseline.growth(window, now.medians)
         slow, are_many = self.slow_ranks(now, own)
         verdicts += self.ranks(now, slow, are_many) + self.pausing(window) + self.imbalance(now, busy)
+        verdicts += self.uneven_plan(now, slow | self.named()[window.ranks])
         if own is not None:
             verdicts += self.change_of_all(window, own, slow | self.named()[window.ranks])
         self.baseline.learn(window, now.medians)
@@ -106,11 +113,10 @@ class Judge:
 
     def measure(self, window: Window, busy: Array) -> Measures:
         """What the window says by itself."""
-        few = len(window.ranks) <= self.rule.few_ranks
-        medians = np.median(busy, axis=1)
-        raw = statistics.excess_of_each(np.median(window.busy, axis=1))
-        excess = np.minimum(raw, statistics.excess_of_each(medians))
-        z = statistics.robust_z(medians, busy, between=not few)
+        medians, ranks, past = np.median(busy, axis=1), window.ranks, self.baseline.busy
+        raw = self.peers.excess(np.median(window.busy, axis=1), ranks, past)
+        excess = np.minimum(raw, self.peers.excess(medians, ranks, past))
+        z = self.peers.robust_z(medians, busy, ranks, past)
         slow = (excess >= self.rule.slow) & (z >= self.rule.z)
         return Measures(window, medians, excess, statistics.cost_of_each(window.busy, window.wait), slow)
 
@@ -119,25 +125,27 @@ class Judge:
     def slow_ranks(self, now: Measures, own: Array | None) -> tuple[NDArray[np.bool_], bool]:
         """[R] ranks that are slower than their peers in the typical step; whether too many to single one out."""
         window, slow = now.window, now.slow
-        size = len(window.ranks)
-        if size <= self.rule.few_ranks:
-            slow = slow & self.baseline.fell_behind(now.medians, own, self.rule.slow)
+        size, few = len(window.ranks), self.peers.few(window.ranks)
+        if few.any():
+            slow = slow & (~few | self.baseline.fell_behind(now.medians, own, self.rule.slow))
         many = slow.sum() > max(1, self.rule.many * size) and not self.is_one_host_that_changed(window, slow, own)
-        if (group := self.slow_group(now.medians, own)) is not None:
+        levelled = self.peers.levelled(now.medians, window.ranks, self.baseline.busy)
+        if not few.all() and (group := self.slow_group(levelled, own)) is not None:
             many, slow = not self.is_one_host_that_changed(window, group, own), slow | group
         return slow, bool(many and not slow.all())
 
     def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Finding]:
         """What is said of slow ranks, or of too many of them."""
         window = now.window
-        verdicts = self.uneven(now) if len(window.ranks) <= self.rule.few_ranks else []
+        few, levelled = self.peers.few(window.ranks), self.peers.levelled(now.medians, window.ranks, self.baseline.busy)
+        verdicts = self.uneven(now) if few.all() else []
         verdicts += self.condition(
             Kind.MANY,
             window,
             are_many,
             not are_many,
             ranks=tuple(window.ranks[slow].tolist()),
-            slowdown=float(np.median(now.medians[slow]) / np.median(now.medians[~slow]) - 1) if are_many else 0.0,
+            slowdown=float(np.median(levelled[slow]) / np.median(levelled[~slow]) - 1) if are_many else 0.0,
             cost=statistics.cost_of_group(window.busy, window.wait, slow) if are_many else 0.0,
         )
         return verdicts + self.accuse(now, np.zeros_like(slow) if are_many else slow)
@@ -156,8 +164,6 @@ class Judge:
         Up to half of the ranks show as a gap between two groups; more than half only by what they were before.
         """
         size = len(medians)
-        if size <= self.rule.few_ranks:
-            return None
         upper = statistics.upper_group(medians, self.rule.slow)
         if self.rule.many * size < upper.sum() <= 0.5 * size:
             return upper
@@ -207,7 +213,8 @@ class Judge:
         those = np.zeros(len(window.ranks), dtype=bool)
         those[places] = True
         extra = self.accused.extra[ranks].sum(axis=0)
-        normal = np.median(window.typical[~those], axis=0) if not those.all() else window.typical[0]
+        beside = ~those & np.isin(self.peers.cohort[window.ranks], self.peers.cohort[ranks])
+        normal = np.median(window.typical[beside], axis=0) if beside.any() else window.typical[0]
         together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
         return Finding(
             kind=kind,
@@ -223,13 +230,14 @@ class Judge:
 
     def extra_of(self, window: Window, places: NDArray[np.int64]) -> Array:
         """[len(places), len(CAUSES)] seconds a step by which phases exceed the peers', or if few the own past."""
-        mine = window.typical[places].astype(np.float64)
-        if len(window.ranks) <= self.rule.few_ranks and self.baseline.typical is not None:
-            return np.asarray(mine - self.baseline.typical[window.ranks[places]])
-        if not len(places):
-            return mine
-        others = np.stack([statistics.median_of_others(column) for column in window.typical.T], axis=1)
-        return np.asarray(mine - others[places])
+        usual, past = np.zeros(window.typical.shape), self.baseline.typical
+        for group in self.peers.groups(window.ranks):
+            if past is not None and (self.peers.by_own_past or len(group) <= self.rule.few_ranks):
+                usual[group] = past[window.ranks[group]]
+            elif len(group) > 1:
+                columns = window.typical[group].T
+                usual[group] = np.stack([statistics.median_of_others(column) for column in columns], axis=1)
+        return np.asarray(window.typical[places] - usual[places])
 
     def uneven(self, now: Measures) -> list[Finding]:
         """Two or three ranks that differ since the start."""
@@ -300,7 +308,7 @@ class Judge:
     def imbalance(self, now: Measures, busy: Array) -> list[Finding]:
         """Unequal work: tokens that differ from step to step, or a rank that always has more."""
         window = now.window
-        raw = statistics.excess_of_each(np.median(window.busy, axis=1))
+        raw = self.peers.excess(np.median(window.busy, axis=1), window.ranks, self.baseline.busy)
         loaded = (raw >= self.rule.slow) & (now.excess < self.rule.calm)
         lost = statistics.uneven_cost(window.busy, window.wait)
         left = statistics.uneven_cost(busy, window.wait)
@@ -312,6 +320,29 @@ class Judge:
             not loaded.any() and lost - left < 0.5 * self.rule.imbalance,
             ranks=tuple(window.ranks[loaded].tolist()),
             cost=max(lost - left, 0.0),
+        )
+
+    def uneven_plan(self, now: Measures, blamed: NDArray[np.bool_]) -> list[Finding]:
+        """A stage, or a part of cut layers, that takes longer than the others on whichever rank it is."""
+        grid, window = self.peers.grid, now.window
+        if grid.is_plain:
+            return []
+        steps = statistics.step_seconds(window.busy, window.wait) / window.steps
+        load = heaviest(self.peers.levels(now.medians, window.ranks, ~blamed), grid, steps)
+        those = self.peers.on(window.ranks, load.axis, load.index) if load is not None else np.zeros_like(blamed)
+        if load is None or those.all():
+            return self.condition(Kind.PLAN, window, False, True)
+        normal = np.median(window.typical[~those], axis=0)
+        return self.condition(
+            Kind.PLAN,
+            window,
+            load.cost >= self.rule.uneven_plan,
+            load.cost < 0.5 * self.rule.uneven_plan,
+            ranks=tuple(window.ranks[those].tolist()),
+            cause=cause_of(np.median(window.typical[those], axis=0) - normal, normal),
+            slowdown=load.excess,
+            cost=load.cost,
+            load=load,
         )
 
     def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:

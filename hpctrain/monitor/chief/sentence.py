@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.hang import Beat, Hang
+from hpctrain.run.grid import Grid
 
 WORDS = {
     "data": "reading data",
@@ -22,6 +23,8 @@ WORDS = {
     "network": "the exchange",
     "": "no phase stands out",
 }
+AXES = {"stage": "stage", "tensor": "part"}
+"""Of the grid: what has an index there."""
 
 
 def of_verdict(verdict: Finding) -> str:
@@ -40,7 +43,7 @@ def who(verdict: Finding) -> str:
     if verdict.kind is Kind.HOST:
         return f"host {verdict.hosts[0]} (ranks {numbers(verdict.ranks)})"
     where = f" on {verdict.hosts[0]}" if len(verdict.hosts) == 1 else ""
-    return f"rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)}{where}"
+    return f"rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)}{verdict.place}{where}"
 
 
 def numbers(ranks: Sequence[int]) -> str:
@@ -58,6 +61,21 @@ def numbers(ranks: Sequence[int]) -> str:
 def costs(verdict: Finding) -> str:
     """What it costs."""
     return f"costs {verdict.cost:.0%} of the run" + (f" {verdict.note}" if verdict.note else "")
+
+
+def of_plan(verdict: Finding) -> str:
+    """The stage or the part of the layers that takes long, and who has it."""
+    load = verdict.load
+    what = "a part of the model" if load is None else f"{AXES[load.axis]} {load.index}"
+    return f"{what} (rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)})"
+
+
+def moves(verdict: Finding) -> str:
+    """What would even out stages; empty if that is not known."""
+    move = verdict.move
+    if move is None:
+        return ""
+    return f"; move {move.layers} layer{'s' if move.layers > 1 else ''} from stage {move.begin} to stage {move.end}"
 
 
 def nobody(verdict: Finding) -> str:
@@ -87,6 +105,11 @@ BY_KIND = {
         f"ranks have unequal work{f' (most: {numbers(v.ranks)})' if v.ranks else ''}, "
         f"which costs {v.cost:.0%} of the run: {nobody(v)} is slow"
     ),
+    Kind.PLAN: lambda v: (
+        f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
+        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the run: the plan is uneven, {nobody(v)} is slow"
+        f"{moves(v)}"
+    ),
     Kind.NETWORK: lambda v: (
         f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: "
         f"network, {nobody(v)} to blame"
@@ -107,25 +130,47 @@ CLEARED = {
     Kind.UNEVEN: "ranks are equally fast now",
     Kind.ROTATING: "pauses on changing ranks no longer cost much",
     Kind.IMBALANCE: "work is about equal again",
+    Kind.PLAN: "stages and parts of layers take about the same time again",
     Kind.NETWORK: "the exchange is as fast as at the start again",
     Kind.GLOBAL: "ranks are as fast as at the start again",
     Kind.ABSTAIN: "ranks can be compared again",
 }
 
 
-def of_hang(hang: Hang, hosts: Sequence[str], action: str) -> str:
+def of_hang(hang: Hang, hosts: Sequence[str], action: str, grid: Grid | None = None) -> str:
     """What a person reads about a hang."""
-    named = [described(beat, hosts) for beat in hang.culprits[:4]]
+    grid = grid or Grid(len(hosts))
+    named = [described(beat, hosts, grid) for beat in hang.culprits[:4]]
     if len(hang.culprits) > 4:
         named.append(f"and {len(hang.culprits) - 4} more")
     ending = "ending this attempt, it can be resumed from the last checkpoint" if action == "abort" else "only reported"
     if hang.died:
         return f"{'; '.join(named)}: {ending}"
     if not named:
-        return f"no step for {hang.silence_s:.0f} s: every rank {hang.waiting[0].doing}: {ending}"
-    return f"no step for {hang.silence_s:.0f} s: {'; '.join(named)}; {len(hang.waiting)} ranks wait: {ending}"
+        return f"no step for {hang.silence_s:.0f} s: every rank {what_all_do(hang.waiting)}: {ending}"
+    return f"no step for {hang.silence_s:.0f} s: {'; '.join(named)}; {those_who_wait(hang)}: {ending}"
 
 
-def described(beat: Beat, hosts: Sequence[str]) -> str:
+def what_all_do(beats: Sequence[Beat]) -> str:
+    """What ranks do of which none is to blame; who does what if they differ."""
+    doing: dict[str, list[int]] = {}
+    for beat in beats:
+        doing.setdefault(beat.doing, []).append(beat.rank)
+    if len(doing) == 1:
+        return next(iter(doing))
+    return " or ".join(
+        f"{what} (rank{'s' if len(ranks) != 1 else ''} {numbers(ranks)})" for what, ranks in doing.items()
+    )
+
+
+def those_who_wait(hang: Hang) -> str:
+    """How many, and who of them next to the named ones."""
+    near = [beat.rank for beat in hang.waiting if beat.waits_for_neighbours]
+    them = f" (rank{'s' if len(near) != 1 else ''} {numbers(near)} in the middle of a pass)" if near else ""
+    count = len(hang.waiting)
+    return f"{count} rank{'s wait' if count != 1 else ' waits'}{them}"
+
+
+def described(beat: Beat, hosts: Sequence[str], grid: Grid) -> str:
     """One rank in a hang."""
-    return f"rank {beat.rank} on {hosts[beat.rank]} {beat.doing} after {beat.steps} steps"
+    return f"rank {beat.rank}{grid.told(beat.rank)} on {hosts[beat.rank]} {beat.doing} after {beat.steps} steps"

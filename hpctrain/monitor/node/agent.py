@@ -25,6 +25,7 @@ from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, Layout, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, raise_descriptors
 from hpctrain.run.folder import RunDir
+from hpctrain.run.grid import Grid
 
 POLL_S = 0.25
 LONGEST_TURN_S = 2.0
@@ -53,7 +54,7 @@ class AgentPlan:
     listener: int | None
     """Descriptor of the listening socket; the first node's agent only, if there are several nodes."""
     chief: dict[str, Any] | None
-    """hosts, nodes, folder, attempt and config; the first node's agent only."""
+    """hosts, nodes, folder, attempt, config and grid; the first node's agent only."""
     watching: int | None = None
     """Descriptor that the agent closes once no death escapes it."""
 
@@ -305,7 +306,8 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
     folder = RunDir(Path(plan.chief["folder"]))
     config = MonitorConfig(**plan.chief["config"])
     voice = Voice(reader)
-    chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, voice.say)
+    grid = Grid(**plan.chief["grid"])
+    chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, voice.say, grid)
     door = None
     if plan.listener is not None:
         limits = DoorLimits()

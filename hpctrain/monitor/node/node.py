@@ -23,12 +23,14 @@ from hpctrain.monitor.shared import (
     FINISHED,
     FIRST_STEP,
     JOINING,
+    LAYERS,
     MARKED_AT,
     MARKED_PHASE,
     PID,
     STARTED,
     STATE,
     STEPS,
+    WAITS_FOR,
     SlotReader,
 )
 from hpctrain.monitor.window import Window, condense
@@ -129,14 +131,21 @@ class Node:
     def beat(self, heads: NDArray[np.float64], now: float) -> Message:
         """Where each rank stands."""
         beats = [
-            [int(rank), int(head[STEPS]), int(head[MARKED_PHASE]), round(now - head[MARKED_AT], 3), self.state(head)]
+            [
+                *(int(rank), int(head[STEPS]), int(head[MARKED_PHASE]), round(now - head[MARKED_AT], 3)),
+                *(self.state(head), int(head[WAITS_FOR])),
+            ]
             for rank, head in zip(self.ranks, heads, strict=True)
             if head[STATE] != JOINING
         ]
-        first_step = int(heads[:, FIRST_STEP].max())
-        return Message(
-            "beat", {"node": self.plan.node, "beats": beats, "dropped": self.dropped, "first_step": first_step}
-        )
+        told = {
+            "node": self.plan.node,
+            "beats": beats,
+            "dropped": self.dropped,
+            "first_step": int(heads[:, FIRST_STEP].max()),
+            "layers": [[rank, int(count)] for rank, count in zip(self.plan.ranks, heads[:, LAYERS], strict=True)],
+        }
+        return Message("beat", told)
 
     def state(self, head: NDArray[np.float64]) -> str:
         """ended, gone, stopped, the kernel's letter, or a question mark if it cannot be looked at."""

@@ -8,9 +8,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Protocol
 
-from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, Slot, own_slot
+from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, WAITS_FOR, Slot, own_slot
 from hpctrain.monitor.window import ENDED, GC, REST, WORK
-from hpctrain.train.clock import Phase, past
+from hpctrain.train.clock import Neighbours, Phase, past
 
 PACK_ROW = struct.Struct(f"{ROW}d").pack_into
 
@@ -23,6 +23,9 @@ class Marks(Protocol):
 
     def end_step(self, work: float = 1.0) -> None:
         """A step is complete."""
+
+    def end_wait(self) -> None:
+        """A wait for others is over, which began with the clock's ``begin_wait``."""
 
 
 class RingClock:
@@ -43,6 +46,7 @@ class RingClock:
         self.published = 0
         self.last = monotonic()
         self.gc_began = 0.0
+        self.wait_began = self.last
         self.scopes = {phase.name.lower(): Scope(self, phase) for phase in Phase}
         self.watches_gc = False
 
@@ -78,9 +82,31 @@ class RingClock:
         head[MARKED_PHASE] = NO_PHASE
         self.publish()
 
+    def begin_wait(self, whom: Neighbours) -> None:
+        """See StepClock."""
+        now = monotonic()
+        self.wait_began = now
+        head = self.head
+        head[MARKED_AT] = now
+        head[WAITS_FOR] = whom
+
+    def end_wait(self) -> None:
+        """See StepClock."""
+        waited = self.waited()
+        self.totals[Phase.EXCHANGE] += waited
+        self.last += waited  # so that the phase under way does not have it
+
+    def waited(self) -> float:
+        """Ends a wait: the seconds since it began."""
+        now = monotonic()
+        head = self.head
+        head[MARKED_AT] = now
+        head[WAITS_FOR] = Neighbours.NOBODY
+        return now - self.wait_began
+
     def follow(self, marks: Marks) -> None:
-        """From now on marks and ends of steps go to ``marks``, which writes this clock's totals and ring."""
-        self.mark, self.end_step = marks.mark, marks.end_step  # type: ignore[method-assign]
+        """From now on marks and ends of steps and waits go to ``marks``, which writes this clock's totals and ring."""
+        self.mark, self.end_step, self.end_wait = marks.mark, marks.end_step, marks.end_wait  # type: ignore[method-assign]
 
     def publish(self) -> None:
         """Leaves the totals in the ring as a step's row: first the row, then the count that makes it valid."""

@@ -28,6 +28,7 @@ class MonitorHook(BaseHook):
         self.orderly = False
 
     def before_fit(self, training: Training) -> None:
+        self.session.has_layers(training.framework.num_layers)
         self.session.await_agent()
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:

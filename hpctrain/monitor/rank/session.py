@@ -25,9 +25,10 @@ from hpctrain.monitor import shared
 from hpctrain.monitor.node.agent import AgentPlan
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, STATE, Layout, Slot
+from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, LAYERS, STATE, Layout, Slot
 from hpctrain.monitor.wire import Interface, interfaces, listen, meeting_address, routed_address
 from hpctrain.run.folder import RunDir
+from hpctrain.run.grid import Grid
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python, shared_memory
 from hpctrain.system.files import make_folder, open_log
@@ -66,6 +67,10 @@ class Session:
     def starts_at(self, step: int) -> None:
         """Says which step of the run this attempt's first one is, for events."""
         self.clock.head[FIRST_STEP] = step
+
+    def has_layers(self, count: int) -> None:
+        """Says how many layers this rank's stage has, for what would even stages out."""
+        self.clock.head[LAYERS] = count
 
     def await_agent(self) -> None:
         """Returns when the agent watches: it notes who of its node's ranks dies first from now on."""
@@ -212,6 +217,7 @@ def start_agent(
             "folder": str(folder.path.absolute()),
             "attempt": current_attempt(),
             "config": dataclasses.asdict(config),
+            "grid": dataclasses.asdict(Grid(world.size, world.tensor.size, world.pipeline.size)),
         }
         if world.rank == 0
         else None,

@@ -14,6 +14,7 @@ import torch
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE
 from hpctrain.monitor.window import ENDED, REST, WORK
+from hpctrain.train.clock import Phase
 
 LONGEST_QUEUE = 4096
 """Marks that may await the device. A device further behind than that has its oldest marks dropped."""
@@ -29,8 +30,9 @@ class CudaMarks:
     def __init__(self, clock: RingClock) -> None:
         self.clock = clock
         self.free: list[torch.cuda.Event] = []
-        self.waiting: deque[tuple[int, torch.cuda.Event, float]] = deque()
-        """Phase, its end, and the step's work if the step ends with it (else -1)."""
+        self.waiting: deque[tuple[int, torch.cuda.Event, float, float]] = deque()
+        """Phase, its end, the step's work if the step ends with it (else -1), and seconds of it that were waited."""
+        self.waited_s = 0.0
         self.last = self.record()
 
     def record(self) -> torch.cuda.Event:
@@ -40,7 +42,7 @@ class CudaMarks:
         return event
 
     def mark(self, phase: int) -> None:
-        self.waiting.append((phase, self.record(), -1.0))
+        self.append(phase, -1.0)
         head = self.clock.head
         head[MARKED_AT] = monotonic()
         head[MARKED_PHASE] = phase
@@ -48,18 +50,30 @@ class CudaMarks:
     def end_step(self, work: float = 1.0) -> None:
         """Enters what the device has finished; a step's row may come some steps late."""
         clock = self.clock
-        self.waiting.append((REST, self.record(), work))
+        self.append(REST, work)
         clock.head[MARKED_AT] = monotonic()
         clock.head[MARKED_PHASE] = NO_PHASE
         self.enter()
+
+    def end_wait(self) -> None:
+        """The device had nothing to do: what it was to send had been copied to the host before."""
+        self.waited_s += self.clock.waited()
+
+    def append(self, phase: int, work: float) -> None:
+        """Enters a mark into the queue."""
+        self.waiting.append((phase, self.record(), work, self.waited_s))
+        self.waited_s = 0.0
 
     def enter(self) -> None:
         """Adds finished phases to the totals, and finished steps to the ring."""
         waiting, totals = self.waiting, self.clock.totals
         while waiting and (waiting[0][1].query() or len(waiting) > LONGEST_QUEUE):
-            phase, event, work = waiting.popleft()
+            phase, event, work, waited = waiting.popleft()
             if event.query():
-                totals[phase] += self.last.elapsed_time(event) / 1000
+                seconds = self.last.elapsed_time(event) / 1000
+                waited = min(waited, seconds)  # a stage may wait on the host while its device still works
+                totals[phase] += seconds - waited
+                totals[Phase.EXCHANGE] += waited
             self.free.append(self.last)
             self.last = event
             if work >= 0:

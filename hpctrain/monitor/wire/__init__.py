@@ -1,9 +1,9 @@
 """How agents talk: messages, authenticated frames, connections, and the door through which strangers come."""
 
-from hpctrain.monitor.wire.address import Interface, interfaces, meeting_address, routed_address
 from hpctrain.monitor.wire.connection import Connection, connect
 from hpctrain.monitor.wire.door import Door, DoorLimits, listen, raise_descriptors
 from hpctrain.monitor.wire.message import Message, ProtocolError
+from hpctrain.system.address import Interface, interfaces, meeting_address, routed_address
 
 __all__ = [
     "Connection",

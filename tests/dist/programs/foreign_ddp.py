@@ -19,12 +19,14 @@ else:
     trained = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
 random = torch.Generator().manual_seed(1)
-for _ in range(5):
+for step in range(next((int(word) for word in sys.argv[1:] if word.isdigit()), 5)):
     batch = torch.randn(8, 4, generator=random)[rank::size]
     loss = (trained(batch).sum(1) - 1).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    if rank == 0:
+        print(f"step {step} loss {loss.item()!r}", flush=True)
 weight = model.weight.full_tensor() if "fsdp" in sys.argv else model.weight
 if rank == 0:
     print(f"weights {weight.sum().item():.6f}", flush=True)

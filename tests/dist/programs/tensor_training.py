@@ -6,6 +6,8 @@ tensor_training.py FOLDER
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
+from hpctrain.tasks import torch_gpt
 from tests.support import tensor_tasks
 
 EVERYONE = connect().everyone
@@ -28,12 +31,14 @@ class Watcher(BaseHook):
         self.losses: list[float] = []
         self.hashes: list[Any] = []
         self.drawn: dict[str, list[str]] = {}
+        self.slots: list[int] = []
+        """Elements of optimizer state on each rank, without counts of steps."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
         self.losses.append(float(total / weight))
         block = training.framework.model.blocks[0]  # type: ignore[attr-defined]
-        for place, dropped in block.drawn.items():
+        for place, dropped in vars(block).get("drawn", {}).items():
             bits = "".join(map(str, dropped.flatten().int().tolist()))
             self.drawn[place] = EVERYONE.allgather(bits, "compare what was dropped")
 
@@ -41,6 +46,8 @@ class Watcher(BaseHook):
         framework = training.framework
         both = [framework.weights_hash(), framework.weights_hash(shared_only=True)]
         self.hashes = EVERYONE.allgather(both, "compare the weights")
+        kept = [one for one in framework.state() if one.name.startswith("optimizer/") and one.shape]
+        self.slots = EVERYONE.allgather(sum(math.prod(one.shape) for one in kept), "compare their slots")
 
 
 class Drift(BaseHook):
@@ -81,9 +88,21 @@ def run(folder: Path, name: str, steps: int = 6, drifts: bool = False, **keys: A
         "losses": watcher.losses,
         "hashes": watcher.hashes,
         "drawn": watcher.drawn,
+        "slots": watcher.slots,
         "metrics": dict(summary.metrics),
         "step": summary.step,
     }
+
+
+def gpt(folder: Path, name: str, **keys: Any) -> dict[str, Any]:
+    """A run of the ready task on the file of tokens."""
+    data = folder / "tokens.h5"
+    words = {"train": data, "validation": data, "dtype": "float64", "width": 32, "blocks": 2, "heads": 8, "kv_heads": 4}
+    given = {f"task_args__{key}": value for key, value in words.items()}
+    return run(folder, name, task=f"{torch_gpt.__file__}:task", **given, **keys)
+
+
+PLAIN = {"task_args__feed_forward": "gelu", "task_args__norm": "layer"}
 
 
 def predict(folder: Path, name: str, tensor: int) -> None:
@@ -95,7 +114,12 @@ def predict(folder: Path, name: str, tensor: int) -> None:
 def on_four_ranks(folder: Path) -> dict[str, Any]:
     """All scenarios, by name."""
     cut = {"parallel__tensor": 2}
+    both = cut | {"parallel__shard": "optimizer"}
     found = {
+        "sharded": run(folder, "sharded", **both),
+        "sharded-fused": run(folder, "sharded-fused", **both, task_args__optimizer="fused"),
+        "sharded-adagrad": run(folder, "sharded-adagrad", **both, task_args__optimizer="adagrad"),
+        "sharded-inner-norm": run(folder, "sharded-inner-norm", **both, task_args__inner_norm="true"),
         "horovod": run(folder, "horovod", **cut, reduce__kind="horovod", monitor__enabled="true"),
         "auto": run(folder, "auto", **cut, reduce__kind="auto", task_args__optimizer="fused"),
         "all-four": run(folder, "all-four", parallel__tensor=4),
@@ -110,10 +134,20 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "drifted": run(folder, "drifted", **cut, drifts=True, train__clip_norm="null"),
         "uneven": run(folder, "uneven", parallel__tensor=3),
     }
+    found["gpt-2"] = gpt(folder, "gpt-2", **cut, task_args__tied="true")
+    found["gpt-4"] = gpt(folder, "gpt-4", parallel__tensor=4, **PLAIN)
+    found["gpt-stages"] = gpt(folder, "gpt-stages", **cut, parallel__pipeline=2, **PLAIN)
     predict(folder, "all-four", 4)
     predict(folder, "horovod", 2)
     for step, tensor in enumerate((2, 4, 1, 2), start=2):
         found[f"chain-{step}"] = run(folder, "chain", steps=step, parallel__tensor=tensor)
+    for step, (tensor, shard) in enumerate(((2, True), (4, False), (2, True), (1, True), (2, True)), start=1):
+        keys = {"parallel__tensor": tensor, "parallel__shard": "optimizer" if shard else "none"}
+        found[f"sharded-chain-{step}"] = run(folder, "sharded-chain", steps=step, **keys)
+    if EVERYONE.rank == 0:
+        shutil.copytree(folder / "sharded-chain", folder / "sharded-fork")
+    EVERYONE.allgather(None, "wait for the copy")
+    found["sharded-fork-6"] = run(folder, "sharded-fork")
     return found
 
 
@@ -124,7 +158,10 @@ def alone(folder: Path) -> dict[str, Any]:
         "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
         "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "adamw"),
         "chain-6": run(folder, "chain"),
+        "sharded-chain-6": run(folder, "sharded-chain"),
     }
+    found["gpt"] = gpt(folder, "gpt", task_args__tied="true")
+    found["gpt-plain"] = gpt(folder, "gpt-plain", **PLAIN)
     predict(folder, "adamw", 1)
     return found
 

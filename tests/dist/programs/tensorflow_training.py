@@ -27,6 +27,7 @@ from tests.support.tensorflow_tasks import (
     samples,
     train,
     weighted_loss,
+    wide_model,
 )
 
 STEPS = 50
@@ -184,6 +185,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "accumulate": lambda world: trained(world, accumulate=3),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "weighted": lambda world: trained(world, loss=weighted_loss),
+    "wide": lambda world: trained(world, model=wide_model, kind="mpi" if world.size > 1 else "none"),
     "tables": tables,
     "fp16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "fp16"}),
     "bf16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "bf16"}),

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.checkpoint.hook import checkpoint_hook
-from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone, connect, from_communicator
-from hpctrain.config.sections import CheckpointConfig, Config, ParallelConfig, ReduceConfig, TrainConfig
+from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
 from hpctrain.frameworks.host_random import host_random_state
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.frameworks.torch.sharding import judge
 from hpctrain.parallel import sharded_exchange
 from hpctrain.parallel.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
-from hpctrain.rank import wiring
-from hpctrain.rank.problem import make_problem
 from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
-from hpctrain.run.folder import RunDir
 from hpctrain.system import shared_memory
-from hpctrain.train.clock import IntervalClock
-from hpctrain.train.hooks import BaseHook, StopReason
-from hpctrain.train.state import Placement
 from hpctrain.train.stateful import value_of
 from tests.support import torch_own_steps as own
 from tests.support import torch_sharded
+from tests.support.attempts import attempt, furthest
 from tests.support.combined_tasks import Coupled
 from tests.support.torch_tasks import adagrad, cut, global_batches, in_float64, make_framework, train
 
@@ -48,6 +40,7 @@ SHARDED, WHOLE = ParallelConfig(shard="optimizer"), ParallelConfig()
 UPDATES = 6
 LATER = 3
 """Updates before a stop."""
+TASK = "tests.support.torch_sharded:task"
 
 
 def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelConfig, **settings: Any) -> Any:
@@ -62,12 +55,6 @@ def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelCo
     slots = [each for each in framework.state() if each.name.startswith("optimizer/")]
     framework.close()
     return [number.detach().numpy().copy() for number in numbers], {each.name: (each, value_of(each)) for each in slots}
-
-
-def furthest(ones: list[Any], others: list[Any]) -> float:
-    """Largest difference, relative to the larger of 1 and the number."""
-    pairs = zip(ones, others, strict=True)
-    return max(float(np.max(np.abs(one - other) / np.maximum(1, np.abs(other)), initial=0)) for one, other in pairs)
 
 
 def one_optimizer(world: World, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
@@ -148,10 +135,12 @@ def exchanges(world: World, folder: Path) -> dict[str, Any]:
                 np.allclose(exchange.slots[others], total[length:][others], rtol=1e-13),
                 turn == 1 or bool(np.isclose(exchange.slots[SQUARE], np.sum(total[:length] ** 2), rtol=1e-12)),
             ]
-            exchange.parameters[mine] = world.rank + turn
+            for leaving in exchange.leaving:
+                leaving[mine] = world.rank + turn
             exchange.gather()
-            back = [exchange.parameters[part] for part in ranges]
-            right += [bool(np.all(part == owner + turn)) for owner, part in enumerate(back)]
+            back = [exchange.buffer[part] for owner, part in enumerate(ranges) if owner != world.rank]
+            others = [owner for owner in range(size) if owner != world.rank]
+            right += [bool(np.all(part == owner + turn)) for owner, part in zip(others, back, strict=True)]
         exchange.close()
         sharded_exchange.LARGEST_MESSAGE = before
         found[name] = {"kind": type(exchange).__name__, "right": world.data.allgather(right, "compare")}
@@ -275,66 +264,6 @@ def probe(world: World, folder: Path) -> dict[str, Any]:
     return {"same": same, "seconds": seconds, "said": world.data.allgather(said, "compare")}
 
 
-class Recorder(BaseHook):
-    """The numbers of the samples of each step, and an early end."""
-
-    def __init__(self, framework: TorchFramework, group: Group, last: int) -> None:
-        self.group, self.last = group, last
-        self.ids: list[list[int]] = []
-        self.step = framework.step
-        framework.step = self.recording  # type: ignore[method-assign]
-
-    def recording(self, micro_batches: Any, global_samples: int) -> Any:
-        """The step itself."""
-        mine = [int(number) for batch in micro_batches for number in batch["id"]]
-        told = self.group.allgather(mine, "name the samples")
-        self.ids.append([number for rank in told for number in rank])
-        return self.step(micro_batches, global_samples)
-
-    def after_step(self, trainer: Any, result: Any) -> StopReason | None:
-        return StopReason.REQUESTED if trainer.state.step >= self.last else None
-
-
-def attempt(world: World, folder: Path, parallel: ParallelConfig, last: int = UPDATES) -> tuple[list[list[int]], Any]:
-    """Samples of each step, and all numbers of the state, each whole; resumes from what lies in the folder."""
-    config = Config(
-        name="run",
-        task="tests.support.torch_sharded:task",
-        train=TrainConfig(steps=UPDATES, global_batch=25, accumulate=2, clip_norm=0.05, ema_decay=0.9),
-        reduce=ReduceConfig(kind="mpi" if world.size > 1 else "none", verify_every_steps=1),
-        parallel=parallel,
-        checkpoint=CheckpointConfig(interval="none"),
-    )
-    run_dir, clock = RunDir(folder), IntervalClock()
-    if world.rank == 0:
-        run_dir.create()
-    world.everyone.barrier("make the folder")
-    problem = make_problem(config, world)
-    framework = wiring.make_framework(config, world, problem.task, clock)
-    assert isinstance(framework, TorchFramework)
-    hook = checkpoint_hook(config, world, run_dir, 25, problem.fingerprint(), lambda event: None)
-    recorder = Recorder(framework, world.data, last)
-    trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
-    with closing(framework), closing(hook), closing(trainer.data):
-        trainer.fit()
-        return recorder.ids, whole_state(framework, world.data)
-
-
-def whole_state(framework: TorchFramework, group: Group) -> dict[str, Any]:
-    """Parameters, averages and slots of all ranks together."""
-    mine = [each for each in framework.state() if each.placement in (Placement.REPLICATED, Placement.CUT)]
-    pieces = [(each.name, each.cut and [each.cut.shape, each.cut.begin], value_of(each).tolist()) for each in mine]
-    found: dict[str, Any] = {}
-    for name, cut_, value in (piece for rank in group.allgather(pieces, "gather the state") for piece in rank):
-        array = np.array(value)
-        if cut_ is None:
-            found[name] = array
-            continue
-        whole = found.setdefault(name, np.full(cut_[0], np.nan))
-        whole[tuple(slice(begin, begin + size) for begin, size in zip(cut_[1], array.shape, strict=True))] = array
-    return found
-
-
 def resumed(world: World, folder: Path) -> dict[str, Any]:
     """Stopped with sharded state and without, and resumed on other numbers of ranks, both ways."""
     found: dict[str, Any] = {}
@@ -343,18 +272,18 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
     parts = {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in {1, 2, world.size}}
     plans = [(size, parallel) for size in sorted(parts) for parallel in (SHARDED, WHOLE)]
     wanted_ids, wanted = (
-        attempt(parts[1], folder / f"uninterrupted-{world.rank}", WHOLE) if world.rank == 0 else ([], {})
+        attempt(parts[1], folder / f"uninterrupted-{world.rank}", WHOLE, TASK, UPDATES) if world.rank == 0 else ([], {})
     )
     for begun in (SHARDED, WHOLE):
         saved = folder / begun.shard
-        attempt(world, saved, begun, LATER)
+        attempt(world, saved, begun, TASK, UPDATES, LATER)
         for size, parallel in plans:
             copy = folder / f"{begun.shard}-{size}-{parallel.shard}"
             if world.rank == 0:
                 shutil.copytree(saved, copy)
             world.everyone.barrier("copy the run folder")
             if world.rank < size:
-                ids, state = attempt(parts[size], copy, parallel)
+                ids, state = attempt(parts[size], copy, parallel, TASK, UPDATES)
                 if world.rank == 0:
                     found[copy.name] = {
                         "ids": ids == wanted_ids[LATER:],

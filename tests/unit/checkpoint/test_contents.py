@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.contents import Contents
+from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.folder import CheckpointFolder
 from hpctrain.checkpoint.format import shard as shard_module
-from hpctrain.checkpoint.format import shard_index
+from hpctrain.checkpoint.format import shard_index, shard_reading
 from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Manifest, Piece, TensorSpec, shard_file
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton
@@ -92,6 +93,21 @@ def test_parts_of_many_blocks(tmp_path_factory: pytest.TempPathFactory, data: st
         box = data.draw(boxes_within(tensor.shape))
         found = contents.part("model/w", box.begin, box.shape)
         np.testing.assert_array_equal(found, values_of(tensor)[box.index])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), shapes, st.sampled_from(["uint8", "bfloat16", "float32", "bool"]), st.sampled_from([1, 16, 4096]))
+def test_any_part_of_a_safetensors_file_is_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...], dtype: str, least: int
+) -> None:
+    """It has no checksums: what lies in a row is read alone from some length on, and else with what is between."""
+    path, tensor = tmp_path_factory.mktemp("file") / "a.safetensors", TensorSpec("w", shape, dtype)
+    path.write_bytes(b"".join(safetensors.encode({"w": values_of(tensor)}, {"w": dtype}, {})))
+    box = data.draw(boxes_within(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_reading, "LEAST_RUN_BYTES", least)
+        arrays, _ = safetensors.read(path)
+        np.testing.assert_array_equal(arrays.part("w", box.begin, box.shape), values_of(tensor)[box.index])
 
 
 def test_a_part_outside_is_refused(matrix: tuple[Path, Manifest, TensorSpec]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from hpctrain.checkpoint.format.shard_index import framed, unframed
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import how_it_ended, verify_checkpoint
 from hpctrain.comm.group import Group
+from tests.support.checkpoint_of_plan import forge_manifest
 
 SEED = int.from_bytes(os.urandom(4), "little")
 CORRUPTIONS = int(os.environ.get("HPCTRAIN_CORRUPTIONS", "1000"))
@@ -156,6 +156,14 @@ def test_paths_that_lead_out_are_never_followed(store: CheckpointStore, tmp_path
     assert (tmp_path / "secret").read_text() == "x"
 
 
+def test_an_index_that_says_something_else_than_the_manifest_is_damage(store: CheckpointStore) -> None:
+    """All checksums are right."""
+    forge(store, lambda manifest: manifest["shards"][0]["tensors"][3].update(rank=0))
+    resumes_from_1(store)
+    loaded = store.load_into(lambda loaded: dict(loaded.arrays))
+    assert loaded.step == 1 and "has an index that differs from the manifest" in loaded.rejected[0].reason
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 2**40, 2**55, 2**80])
 def test_absurd_sizes_allocate_nothing(store: CheckpointStore, num_bytes: int) -> None:
     forge(store, lambda manifest: manifest["shards"][0].update(bytes=num_bytes))
@@ -283,8 +291,4 @@ def sum_up(store: CheckpointStore) -> None:
 
 def forge(store: CheckpointStore, change: Any) -> None:
     """Changes the manifest of step 2 and gives it a right checksum."""
-    path = store.folder(2) / "manifest.json"
-    manifest = json.loads(path.read_bytes())["manifest"]
-    change(manifest)
-    body = json.dumps(manifest).encode()
-    path.write_bytes(b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body))
+    forge_manifest(store.folder(2), change)

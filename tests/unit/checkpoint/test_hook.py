@@ -52,6 +52,7 @@ class Counter:
             self.weight[1] = math.nan
 
     meters: Mapping[str, Any] = {}
+    meeting = None
 
     def evaluate(self, batch: Any, meters: Any = ()) -> dict[str, tuple[float, float]]:
         return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
@@ -63,6 +64,7 @@ class Counter:
         self.weight[...] = arrays["model/weight"]
 
     other_names: Mapping[str, str] = {}
+    valueless: frozenset[str] = frozenset()
     leaves = HostLeaves()
 
     def staging(self, num_bytes: int) -> np.ndarray:

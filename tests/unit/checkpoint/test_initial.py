@@ -17,8 +17,10 @@ from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
+from hpctrain.train.state import ArrayTensor
 
 torch = pytest.importorskip("torch")
 from tests.support.torch_tasks import make_framework  # noqa: E402 (after the skip)
@@ -339,3 +341,33 @@ def test_names_are_those_without_torch_compile(where: str, tmp_path: Path) -> No
     plain.load(arrays)
     assert plain.weights_hash() == other.weights_hash()
     plain.load({name.replace("model/", "model/_orig_mod."): array for name, array in arrays.items()})
+
+
+class OtherStage(Group):
+    """A group of two stages, of which the other one says this."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        super().__init__("pipeline")
+        self.said = said
+
+    def allgather(self, value: Any, what: str, timeout_s: float = 0.0) -> list[Any]:
+        return [value, self.said]
+
+
+def test_frozen_weights_of_other_stages_count() -> None:
+    own = [ArrayTensor("model/a", np.zeros(1), is_trained=True)]
+    assert trained_alone(own, OtherStage({"model/b": False})) == ["model/a"]
+    assert trained_alone(own, OtherStage({"model/b": True})) is None
+
+
+def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Path) -> None:
+    """Such as a new head. Of the whole model, it is told what was taken, and what is missing."""
+    path = tmp_path / "weights.safetensors"
+    as_safetensors({"body.weight": torch.ones(4, 4), "old.bias": torch.ones(3)}, path)
+    head = make_framework(alone(), lambda: nn.ModuleDict({"head": nn.Linear(4, 3)}))
+    before = head.weights_hash()
+    match = load_initial(Source(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4]}))
+    assert match == Match(("body.weight",), ("head.weight", "head.bias"), ("old.bias",), ())
+    assert head.weights_hash() == before
+    with pytest.raises(UserError, match=r"has not all weights of the model: 1 are missing \(body\.bias\)"):
+        load_initial(Source(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4], "body.bias": [4]}))

@@ -91,6 +91,11 @@ def test_what_is_encoded_is_parsed_back() -> None:
     assert module.parse(encode(GOOD), "here") == expected()
 
 
+def test_a_manifest_without_shards_is_not_one_of_an_empty_state() -> None:
+    with pytest.raises(DamagedCheckpoint, match="it lists no shard"):
+        module.parse(forge(document() | {"shards": []}), "here")
+
+
 def test_an_index_knows_the_size_of_the_file_that_ends_in_it() -> None:
     for shard, entry in zip(GOOD.shards, document()["shards"], strict=True):
         text = re.search(rb'\{"file":"%s".*?\]\}' % shard.file.encode(), encode(GOOD), re.DOTALL)

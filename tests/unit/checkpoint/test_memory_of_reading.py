@@ -28,3 +28,16 @@ def test_a_large_state_is_read_once_and_is_held_once(framework: str, tmp_path: P
     for reader, (bytes_read, more_mib) in found.items():
         assert 1.0 <= bytes_read < 1.1, f"{reader} reads {bytes_read:.2f} times what it takes"
         assert more_mib < MOST_MIB, f"{reader} holds {more_mib:.1f} MiB more than that"
+
+
+@pytest.mark.slow
+def test_ranks_read_what_they_hold_of_few_tensors_and_of_5000(tmp_path: Path) -> None:
+    """At the plan that saved, at another, and whole."""
+    command = [sys.executable, "-m", "tests.support.memory_of_plans", str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[float, float, float]] = json.loads(done.stdout)
+    assert len(found) == 10
+    for reader, (bytes_read, more_mib, _) in found.items():
+        assert 0.999 <= bytes_read < 1.1, f"{reader} reads {bytes_read:.3f} times what it takes"
+        assert more_mib < MOST_MIB, f"{reader} holds {more_mib:.1f} MiB more than that"

@@ -22,6 +22,7 @@ from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
+from hpctrain.comm.group import Group
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.train.state import TrainState
 from tests.support.faults import FileServer
@@ -186,6 +187,9 @@ def test_commands_tell_the_two_apart(
         assert "cannot be read now: Input/output error" in capsys.readouterr().err
 
 
+ALONE = Group("alone")
+
+
 def in_memory(weights: initial.Weights) -> dict[str, np.ndarray]:
     """All of them."""
     return {name: weights.arrays[name] for name in weights.arrays}
@@ -199,11 +203,11 @@ def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(
     (tmp_path / "link.safetensors").symlink_to(path)
     for source in (path, tmp_path / "link.safetensors", store.path):
         server = FileServer(errno.EIO, path.name if source != store.path else SHARD, "open").install(monkeypatch)
-        assert initial.with_weights(str(source), in_memory).keys() == {"weight"} and server.failed == 1
+        assert initial.with_weights(str(source), in_memory, ALONE).keys() == {"weight"} and server.failed == 1
     FileServer(errno.EIO, path.name, "open", times=math.inf).install(monkeypatch)
     with pytest.raises(UnreadableCheckpoint, match="Input/output error"):
-        initial.with_weights(str(path), in_memory)
+        initial.with_weights(str(path), in_memory, ALONE)
     monkeypatch.setattr(patience, "PAUSES_S", (600.0,))
     for wrong in ("other.safetensors", "none/other.safetensors"):
         with pytest.raises(UserError, match="does not exist"):
-            initial.with_weights(str(tmp_path / wrong), in_memory)
+            initial.with_weights(str(tmp_path / wrong), in_memory, ALONE)

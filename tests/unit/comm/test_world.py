@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -78,10 +79,10 @@ class Placed(Group):
         return Group(name)
 
 
-def grid_of(rank: int, nodes: list[int], tensor: int) -> dict[str, int]:
+def grid_of(rank: int, nodes: list[int], tensor: int, pipeline: int = 1) -> dict[str, int]:
     everyone = Placed(rank, nodes)
     world = World(everyone, everyone, Group("local"), node=nodes[rank], nodes=len(set(nodes)), host="host")
-    in_grid(world, tensor)
+    in_grid(world, tensor, pipeline)
     return everyone.parts
 
 
@@ -92,6 +93,44 @@ def test_neighbours_make_a_tensor_group_and_data_groups_lie_across() -> None:
         {"tensor": 2, "data": 1},
     ]
     assert grid_of(3, [0, 0, 1, 1], 1) == {}
+
+
+def test_what_groups_computed_apart_is_that_of_rank_0() -> None:
+    class Told(Placed):
+        def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = 1.0) -> Any:
+            return f"rank {root}: {what}"
+
+    world = World(Told(1, [0] * 4), Told(1, [0] * 4), Group("local"), node=0, nodes=1, host="host")
+    assert world.same(0.5, "agree") == 0.5, "all have added up the same"
+    assert dataclasses.replace(world, data=Told(1, [0] * 2)).same(0.5, "agree") == "rank 0: agree"
+
+
+def test_stages_lie_furthest_apart() -> None:
+    """rank = (stage * data size + data rank) * tensor size + tensor rank."""
+    nodes = [0] * 8
+    assert [grid_of(rank, nodes, 2, 2) for rank in (0, 3, 4, 7)] == [
+        {"data": 0, "tensor": 0, "pipeline": 0},
+        {"data": 1, "tensor": 1, "pipeline": 3},
+        {"data": 2, "tensor": 2, "pipeline": 0},
+        {"data": 3, "tensor": 3, "pipeline": 3},
+    ]
+    assert [grid_of(rank, [0, 1, 2, 3], 1, 2) for rank in range(4)] == [
+        {"data": 0, "pipeline": 0},
+        {"data": 0, "pipeline": 1},
+        {"data": 1, "pipeline": 0},
+        {"data": 1, "pipeline": 1},
+    ]
+
+
+def test_ranks_that_do_not_make_whole_models() -> None:
+    with pytest.raises(
+        UserError, match=r"tensor is 2 and parallel\.pipeline is 3, and 8 ranks do not divide into groups of 6 for each"
+    ):
+        grid_of(0, [0] * 8, 2, 3)
+    with pytest.raises(
+        UserError, match=r"^parallel\.pipeline is 3, and 4 ranks do not divide into groups of that size"
+    ):
+        grid_of(0, [0] * 4, 1, 3)
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ class TestWriting:
         [
             (["no.npz", "-o", "b.h5"], "no.npz does not exist"),
             (["a.npz", "a.h5", "-o", "b.h5"], "several kinds"),
-            (["a.txt", "-o", "b.h5"], "says nothing"),
+            (["a.odd", "-o", "b.h5"], "says nothing"),
             (["a.npz", "-o", "b.h5", "--size", "4x4"], "for images"),
             (["a.npz", "-o", "b.h5", "--size", "big"], "not a size"),
             (["a.npz", "-o", "b.h5", "--chunks", "0"], "at least 1"),
@@ -339,7 +339,7 @@ class TestWriting:
     )
     def test_bad_words(self, words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
         np.savez("a.npz", x=X, y=Y)
-        Path("a.txt").touch()
+        Path("a.odd").touch()
         Path("a.h5").touch()
         assert what in refused(capsys, *words)
 

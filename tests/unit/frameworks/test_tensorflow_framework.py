@@ -400,7 +400,7 @@ def test_ranks_that_would_all_train_on_the_first_gpu_are_refused(monkeypatch: py
 
 def test_a_loss_per_sample_is_refused() -> None:
     framework = make_framework(alone(), loss=lambda outputs, batch: tf.reduce_sum(outputs, 1))
-    with pytest.raises(UserError, match="has shape"):
+    with pytest.raises(UserError, match="returned a tensor of shape"):
         framework.step(cut(next(global_batches(1)), 0, 1), 30)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,9 @@ def wrong(name: str) -> Callable[[Any, dict[str, Tensor]], Any]:
         for part in ctx.split(batch):
             ctx.gather(scores(ctx, part))
 
+    def nothing(ctx: Any, batch: dict[str, Tensor]) -> None:
+        scores(ctx, batch).mean()
+
     found: Callable[[Any, dict[str, Tensor]], Any] = locals()[name]
     return found
 
@@ -300,6 +304,7 @@ WRONG = {
     "early": ("in the loop over ctx.split" + ".*" + LINE, "behind the loop"),
     "no_rows": (r"bins has shape \[7\] in a batch of 15 samples" + LINE, "row for each sample"),
     "whole": ("train.accumulate is 3, but step never calls ctx.split", "for part in"),
+    "nothing": ("step neither calls ctx.backward nor reports anything", r"a batch returns \{\}"),
     "pieces": ("ctx.gather: with train.accumulate: 3" + ".*" + LINE, "train.accumulate: 1"),
 }
 """Message and fix of each."""
@@ -317,6 +322,12 @@ def test_wrong_steps(name: str) -> None:
     assert re.search(what, caught.value.what), caught.value.what
     assert re.search(fix, caught.value.fix), caught.value.fix
     framework.close()
+
+
+@pytest.mark.parametrize("step", [lambda ctx, batch: {}, lambda ctx, batch: ctx.log("skipped", 1.0)])
+def test_a_step_may_skip_the_first_batch_if_it_says_so(step: Any) -> None:
+    with closing(own.make_framework(alone(), lambda: own.gan(step=step))) as framework:
+        framework.dry_call(first_batch())
 
 
 def shared() -> TorchTask:

@@ -10,7 +10,8 @@ from torch.nn import Parameter
 from hpctrain.comm.group import Group
 from hpctrain.frameworks.torch.optimizer import OptimizerState, Part, Slots
 from hpctrain.frameworks.torch.sharding import replace_parameters
-from hpctrain.parallel.torch_sharded import Sharded, has_rows, shard
+from hpctrain.parallel.torch_sharded import OwnRows, Sharded, has_rows, shard
+from hpctrain.parallel.torch_tensor import Slices, uncut
 from hpctrain.train.state import Cut, Placement
 from hpctrain.train.stateful import value_of
 
@@ -49,6 +50,11 @@ def test_groups_keep_their_settings_and_names_and_hold_views_of_the_rows() -> No
     assert model.weight[7:].eq(7).all() and not model.weight[:7].eq(7).any()
 
 
+def of_rows(rows: OwnRows, name: str) -> Slices:
+    """Where they lie."""
+    return uncut().rows(name, {"weight": (4, 3), "bias": (4,)}[name], rows.piece.begin, rows.piece.end)
+
+
 def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_row() -> None:
     weight, bias = Parameter(torch.zeros(4, 3)), Parameter(torch.zeros(4))
     optimizer = optim.Adagrad([weight, bias], lr=0.1)
@@ -56,9 +62,9 @@ def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_r
     optimizer.state[weight]["sum"] = sums
     sharded = halved(optimizer, [("bias", bias), ("weight", weight)])
     names = {id(rows.parameter): sharded.pairs[rows.piece.parameter][0] for rows in sharded.parts}
-    known = {"weight": Cut((4, 3), (3, 0)), "bias": Cut((4,), (0,))}
-    cuts = {one: known[name] for one, name in names.items()}
-    state = OptimizerState([Part("", optimizer)], names, Slots(cuts, frozenset({"step"})))
+    pieces = {id(rows.parameter): rows for rows in sharded.parts}
+    slices = {one: of_rows(pieces[one], names[one]) for one in names}
+    state = OptimizerState([Part("", optimizer)], names, Slots(slices, frozenset({"step"})))
     found = {tensor.name: tensor for tensor in state.tensors()}
     assert set(found) == {"optimizer/sum/weight", "optimizer/sum/bias", "optimizer/step/bias"}
     assert all(tensor.placement is Placement.CUT for tensor in found.values())

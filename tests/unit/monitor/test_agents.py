@@ -31,11 +31,11 @@ from hpctrain.monitor.rank import session
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, listen
-from hpctrain.monitor.wire.address import LOOPBACK
 from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.system import processes
+from hpctrain.system.address import LOOPBACK
 from hpctrain.train.clock import Phase
 from tests.support.command import wait_for
 
@@ -64,6 +64,7 @@ class Node:
             nodes = [node for node in range(2) for _ in range(RANKS_PER_NODE)]
             config = asdict(MonitorConfig(window_steps=16, hang_s=600, on_hang="report"))
             chief = {"hosts": names, "nodes": nodes, "folder": str(folder), "attempt": 1, "config": config}
+            chief["grid"] = {"ranks": len(names)}
         plan = AgentPlan(
             node=NodePlan(index, tuple(ranks), 16, 1.0),
             memory=handle,

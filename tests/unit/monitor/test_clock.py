@@ -15,10 +15,14 @@ import pytest
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, Layout, Slot, SlotReader
+from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, WAITS_FOR, Layout, Slot, SlotReader
 from hpctrain.monitor.window import GC, REST, WORK, condense
-from hpctrain.train.clock import Phase
+from hpctrain.train.clock import IntervalClock, Neighbours, Phase
 
+CLOCKS = [
+    (RingClock, "hpctrain.monitor.rank.clock.monotonic"),
+    (IntervalClock, "hpctrain.train.clock.time.perf_counter"),
+]
 LAYOUT = Layout(ranks=3, rows=64)
 
 
@@ -40,6 +44,37 @@ def step(clock: RingClock, work: float = 1.0) -> None:
     for phase in Phase:
         clock.mark(phase)
     clock.end_step(work)
+
+
+@pytest.mark.parametrize(("kind", "time_of"), CLOCKS)
+def test_a_wait_in_the_middle_of_a_phase_is_not_the_phases(
+    kind: type[RingClock | IntervalClock], time_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time_of, lambda: now[0])
+    clock = kind()
+    for seconds in (3.0, 4.0):  # two sums in one phase
+        now[0] += 1.0
+        clock.begin_wait(Neighbours.TENSOR)
+        now[0] += seconds
+        clock.end_wait()
+    now[0] += 0.5
+    clock.mark(Phase.FORWARD)
+    now[0] += 0.25
+    clock.mark(Phase.BACKWARD)
+    taken = clock.take()
+    assert (taken["forward"], taken["backward"], taken["exchange"]) == (2.5, 0.25, 7.0)
+
+
+def test_who_waits_for_whom_is_in_the_shared_memory(memory: int) -> None:
+    clock, reader = clock_on(memory, 1), SlotReader.of(memory, LAYOUT)
+    clock.mark(Phase.TO_DEVICE)
+    clock.begin_wait(Neighbours.TENSOR)
+    head = reader.heads()[1]
+    assert (head[WAITS_FOR], head[MARKED_PHASE]) == (Neighbours.TENSOR, Phase.TO_DEVICE)
+    assert head[MARKED_AT] == pytest.approx(time.monotonic(), abs=5)
+    clock.end_wait()
+    assert reader.heads()[1][WAITS_FOR] == Neighbours.NOBODY
 
 
 def test_marks_are_read_as_seconds_of_their_phase(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:

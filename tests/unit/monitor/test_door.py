@@ -23,9 +23,9 @@ from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import PID, STARTED, Layout, Slot, SlotReader
 from hpctrain.monitor.wire import Connection, Door, DoorLimits, connect, listen, meeting_address
-from hpctrain.monitor.wire.address import LOOPBACK, Interface
 from hpctrain.monitor.wire.framing import new_hello
 from hpctrain.system import processes
+from hpctrain.system.address import LOOPBACK, Interface
 
 INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
 TOKEN = b"t" * 32

@@ -16,7 +16,8 @@ from hpctrain.monitor.chief.hang import (
     HangWatch,
     who_never_arrived,
 )
-from hpctrain.train.clock import Phase
+from hpctrain.run.grid import Grid
+from hpctrain.train.clock import Neighbours, Phase
 
 BEGIN = -1
 
@@ -41,6 +42,54 @@ def beats(*entries: tuple[int, int, str], age: float = 100.0) -> list[Beat]:
 )
 def test_those_who_never_arrived(entries: list[tuple[int, int, str]], culprits: list[int]) -> None:
     assert [beat.rank for beat in who_never_arrived(beats(*entries))] == culprits
+
+
+NEAR = Neighbours.TENSOR
+GRID = Grid(4, tensor=2)
+ARRIVED, IN_A_SUM = (7, Phase.BACKWARD, 0), (7, Phase.TO_DEVICE, NEAR)
+
+
+@pytest.mark.parametrize(
+    ("entries", "culprits"),
+    [
+        ([ARRIVED, ARRIVED, IN_A_SUM, (7, Phase.TO_DEVICE, 0)], [3]),
+        ([ARRIVED, ARRIVED, IN_A_SUM, (7, Phase.FORWARD, 0)], [3]),
+        ([IN_A_SUM, (7, BEGIN, 0), ARRIVED, (7, Phase.BACKWARD, NEAR)], [1]),
+        ([ARRIVED, ARRIVED, IN_A_SUM, ARRIVED], [3]),
+        ([IN_A_SUM, IN_A_SUM, IN_A_SUM, IN_A_SUM], []),
+    ],
+)
+def test_who_waits_for_neighbours_has_not_failed_to_arrive(
+    entries: list[tuple[int, int, int]], culprits: list[int]
+) -> None:
+    found = [Beat(rank, steps, phase, 100.0, "S", near) for rank, (steps, phase, near) in enumerate(entries)]
+    hang = HangWatch(10, GRID).observe(found)
+    assert hang is not None
+    assert [beat.rank for beat in hang.culprits] == culprits
+    waiting = [beat.doing for beat in found if beat.waits_for]
+    assert set(waiting) == {"waits for other parts of a layer"}
+
+
+def test_places_and_neighbours_are_told() -> None:
+    found = [Beat(rank, 7, Phase.TO_DEVICE, 100.0, "S", NEAR if rank == 2 else 0) for rank in range(4)]
+    found[:2] = [Beat(rank, 7, Phase.BACKWARD, 100.0, "S") for rank in range(2)]
+    hang = HangWatch(10, GRID).observe(found)
+    assert hang is not None
+    said = sentence.of_hang(hang, ["n0", "n0", "n1", "n1"], "report", GRID)
+    assert said == (
+        "no step for 100 s: rank 3 (data 1, tensor 1) on n1 is past to_device after 7 steps; "
+        "3 ranks wait (rank 2 in the middle of a pass): only reported"
+    )
+
+
+def test_if_none_is_to_blame_it_is_told_who_does_what() -> None:
+    found = [Beat(rank, 7, Phase.BACKWARD, 100.0, "S", 0 if rank < 2 else Neighbours.PIPELINE) for rank in range(4)]
+    hang = HangWatch(10, Grid(4, pipeline=2)).observe(found)
+    assert hang is not None and not hang.culprits
+    assert sentence.of_hang(hang, ["n0"] * 4, "report") == (
+        "no step for 100 s: every rank waits in the exchange (ranks 0-1) or waits for another stage (ranks 2-3): "
+        "only reported"
+    )
 
 
 def test_a_hang_is_told_once_until_the_run_moves_again() -> None:
@@ -98,6 +147,9 @@ def test_a_hang_reads_as_one_sentence() -> None:
     assert sentence.of_hang(hang, ["a", "b", "c"], "report") == (
         "no step for 12 s: rank 1 on b is stopped by a signal after 7 steps; 2 ranks wait: only reported"
     )
+    hang = HangWatch(10).observe(beats((7, Phase.BACKWARD, "S"), (7, Phase.FORWARD, "R")))
+    assert hang is not None
+    assert sentence.of_hang(hang, ["a", "b"], "report").endswith("; 1 rank waits: only reported")
 
 
 @pytest.mark.parametrize(

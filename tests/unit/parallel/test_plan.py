@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.commands.plan import num_bytes
-from hpctrain.parallel.plan import Plan, Weighed, cheapest, footprints
+from hpctrain.commands.plan import memory_of, num_bytes
+from hpctrain.config.loading import load
+from hpctrain.config.sections import LaunchConfig, SlurmConfig
+from hpctrain.parallel.plan import ByRows, Plan, Sums, Weighed, cheapest, footprints
+from hpctrain.rank.weighing import weigh
+from hpctrain.run import RunView
 from tests.support.command import hpctrain
 
 WHOLE = Weighed(
     parameters=100, gradients=100, optimizer=200, averages=0, activations=3.5, checkpoint=300, largest_share=0.25
 )
-HALF = Weighed(parameters=60, gradients=60, optimizer=120, averages=0, activations=2.0, checkpoint=300)
+HALF = dataclasses.replace(WHOLE, parameters=60, gradients=60, optimizer=120, activations=2.0, largest_share=0.5)
 STEPS = "train: {steps: 3, global_batch: 16}\n"
 RUN = """
 name: gpt
@@ -27,14 +32,27 @@ train: {steps: 3, global_batch: 16, accumulate: 2}
 
 def test_each_plan_leaves_a_rank_its_part() -> None:
     found = footprints({1: WHOLE, 2: HALF}, ranks=4, samples={1: 2, 2: 4}, program=1000)
-    assert [one.plan for one in found] == [Plan(1, 4, "none"), Plan(1, 4, "optimizer"), Plan(2, 2, "none")]
-    assert [one.optimizer for one in found] == [200, 50, 120]
-    assert [one.activations for one in found] == [7, 7, 8], "of its micro-batch"
+    plans = [(1, 4, "none"), (1, 4, "optimizer"), (2, 2, "none"), (2, 2, "optimizer")]
+    assert [one.plan for one in found] == [Plan(*each) for each in plans]
+    assert [one.optimizer for one in found] == [200, 50, 120, 60]
+    assert [one.activations for one in found] == [7, 7, 8, 8], "of its micro-batch"
     assert {one.staging for one in found} == {75}, "each rank writes a part"
     assert found[0].total == 1000 + 100 + 100 + 200 + 7 + 75
     assert cheapest(found, found[0].total) is found[0]
     assert cheapest(found, found[0].total - 1) is found[1]
     assert cheapest(found, 100) is None
+
+
+def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
+    model = dataclasses.replace(WHOLE, averages=100, by_rows=ByRows(0.25, 30))
+    plans = [(1, 4, "none"), (1, 4, "optimizer"), (1, 4, "parameters")]
+    for micro_batches, gradients in ((1, 25 + 30), (2, 25 + 100)):
+        found = footprints({1: model}, 4, {1: 2}, 1000, micro_batches)
+        assert [one.plan for one in found] == [Plan(*each) for each in plans]
+        rows = found[2]
+        assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (25 + 30, gradients, 50, 25)
+        assert rows.staging == found[0].staging and rows.activations == found[0].activations
+    assert Plan(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
 
 
 def test_what_cannot_be_sharded_evenly_says_so() -> None:
@@ -44,7 +62,20 @@ def test_what_cannot_be_sharded_evenly_says_so() -> None:
 
 
 def test_one_rank_shares_nothing() -> None:
+    assert [one.plan for one in footprints({2: HALF}, 2, {2: 2}, 0)] == [Plan(2, 1, "none")]
     assert [one.plan for one in footprints({1: WHOLE}, 1, {1: 2}, 0)] == [Plan(1, 1, "none")]
+
+
+def test_the_largest_stage_counts() -> None:
+    """After the plans without stages; with the micro-batch of fewer data ranks, and no word of a sharded optimizer."""
+    first = dataclasses.replace(HALF, largest_share=None)
+    whole = dataclasses.replace(WHOLE, stages={2: first})
+    found = footprints({1: whole, 2: dataclasses.replace(HALF, stages={2: first})}, 8, {1: 1, 2: 2, 4: 4}, 0)
+    staged = [one for one in found if one.plan.pipeline > 1]
+    assert found[-2:] == staged
+    assert [one.plan for one in staged] == [Plan(1, 4, "none", 2), Plan(2, 2, "none", 2)]
+    assert [one.activations for one in staged] == [4, 8]
+    assert Plan(2, 2, "none", 2).keys == "parallel: {tensor: 2, pipeline: 2}"
 
 
 def test_a_plan_is_written_as_the_run_file_has_it() -> None:
@@ -65,8 +96,8 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
     assert main(["plan", str(run), "-n", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     plans = {(one["plan"]["tensor"], one["plan"]["shard"]): one for one in told["plans"]}
-    assert sorted(plans) == [(1, "none"), (1, "optimizer"), (2, "none"), (4, "none")]
-    assert list(told["not_possible"]) == ["8"] and "4 heads" in told["not_possible"]["8"]
+    assert sorted(plans) == [(size, shard) for size in (1, 2, 4) for shard in ("none", "optimizer", "parameters")]
+    assert list(told["not_possible"]) == ["8", "pipeline"] and "4 heads" in told["not_possible"]["8"]
     whole, half = plans[1, "none"], plans[2, "none"]
     # Two blocks of width 16, a table of 24 words that is the last layer too, 7 places; float64.
     cut = 2 * (3 * 16 * 16 + 3 * 16 + 16 * 16 + 4 * 16 * 16 + 4 * 16 + 4 * 16 * 16) + 24 * 16
@@ -79,6 +110,11 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
         assert one["gradients"] == one["parameters"]
     row = 3 * 16 * 8 * 2
     assert abs(plans[1, "optimizer"]["optimizer"] - whole["optimizer"] / 8) < row, "to half a row at either end"
+    assert abs(plans[2, "optimizer"]["optimizer"] - half["optimizer"] / 4) < row
+    block = 8 * (12 * 16 * 16 + 13 * 16)
+    assert plans[1, "parameters"]["parameters"] <= whole["parameters"] / 8 * 1.1 + whole["parameters"], "few blocks"
+    assert plans[1, "parameters"]["parameters"] > whole["parameters"] / 8 + 2 * block
+    assert abs(plans[1, "parameters"]["optimizer"] - whole["optimizer"] / 8) < whole["optimizer"] / 20
     assert whole["checkpoint"] == half["checkpoint"], "whoever wrote it"
     assert half["activations"] / 2 < whole["activations"], "of one sample; a group has two"
 
@@ -109,18 +145,153 @@ def plan(capsys: pytest.CaptureFixture[str], code: int, run: Path, *words: str) 
 def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    both = [(1, "none"), (1, "optimizer"), (2, "none")]
+    both = [(1, "none"), (1, "optimizer"), (1, "parameters"), (2, "none")]
     assert plan(capsys, 0, run, "-n", "2", "--parallel.shard", "optimizer")[0] == both, "beside it what it excludes"
     assert plan(capsys, 0, run, "-n", "2", "--parallel.tensor", "2")[0] == both
+    own = ["--parallel.tensor", "2", "--parallel.shard", "optimizer"]
+    assert plan(capsys, 0, run, "-n", "2", *own)[0] == both, "where nobody is left to share the state with"
+    assert (2, "optimizer") in plan(capsys, 0, run, "-n", "4", *own)[0]
     assert "needs" in plan(capsys, 64, run, "-n", "1", "--parallel.shard", "optimizer", "--memory", "1M")[1]
     said = plan(capsys, 64, run, "-n", "3", "--parallel.tensor", "2", "--memory", "64G")[1]
     assert "parallel.tensor is 2, and 3 ranks do not divide into groups of that size" in said
     few = ["--train.global_batch", "4"]
     plans, said = plan(capsys, 0, run, "-n", "8", "--parallel.tensor", "2", *few)
-    assert plans == [(2, "none"), (4, "none")] and "train.global_batch is 4 but there are 8 ranks" in said
+    assert (
+        plans == [(size, shard) for size in (2, 4) for shard in ("none", "optimizer", "parameters")]
+        and "train.global_batch is 4 but there are 8 ranks" in said
+    )
     assert "train.global_batch is 4 but there are 8 ranks" in plan(capsys, 64, run, "-n", "8", *few)[1]
     assert main(["plan", str(run), "-n", "64", *few]) == 64
     assert "train.global_batch is 4 but there are 64 ranks" in capsys.readouterr().err
+
+
+def measurement(folder: Path, gradient_bytes: int, inside: bool = True) -> None:
+    """What bench scaling leaves, of one rank with 16 samples, and of two."""
+    parts = {"compute_s": 0.160, "exchange_s": 0.0, "data_s": 0.001, "rest_s": 0.001}
+    row = {"nodes": 1, "ranks": 1, "global_batch": 16, "oversubscribed": False, **parts}
+    link = {"alpha_s": 1e-6, "bytes_per_s": 1e9} if inside else None
+    result = {
+        "parallel": {"tensor": 1, "pipeline": 1, "shard": "none"},
+        "reducer": "mpi-node",
+        "gradient_bytes": gradient_bytes,
+        "exchange": {"inside_node": link, "between_nodes": None},
+        "modes": {"weak": {"measured": [row]}},
+    }
+    folder.mkdir(parents=True)
+    (folder / "scaling.json").write_text(json.dumps(result))
+
+
+def test_seconds_of_a_step_are_told_from_a_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "name: r\ntask: tests.support.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 16, accumulate: 4}\n"
+    )
+    command = ["plan", str(run), "-n", "2"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "measure whole models first: hpctrain bench scaling" in said and "samples/s" not in said
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "step" not in told["plans"][0] and told["no_step_because"]
+    exchanged = told["plans"][0]["gradients"] // 2  # in float64, and counted as fp32
+    measurement(tmp_path / "runs/r-scaling", exchanged)
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    uncut = [one for one in told["plans"] if one["plan"]["tensor"] == 1]
+    steps = {(one["plan"]["pipeline"], one["plan"]["shard"]): one["step"] for one in uncut}
+    plain, staged = steps[1, "none"], steps[2, "none"]
+    assert told["no_step_because"] is None
+    assert plain["compute_s"] == pytest.approx(0.08) and staged["compute_s"] == pytest.approx(0.08)
+    assert plain["exchange_s"] == pytest.approx(2e-6 + exchanged * 1e-9)
+    assert plain["step_s"] == pytest.approx(0.002 + 0.08 + plain["exchange_s"])
+    # what blocks hand on, of each sample: float64[7, 16] forward and back, int64[7] and bool[7] forward
+    activations = 16 * (2 * 8 * 7 * 16 + 8 * 7 + 7)
+    assert staged["messages_s"] == pytest.approx(8e-6 + activations * 1e-9)
+    assert staged["bubble_s"] == pytest.approx((staged["compute_s"] + staged["messages_s"]) / 4)
+    assert plain["samples_per_s"] == pytest.approx(16 / plain["step_s"])
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "samples/s" in said and "expected to be fastest: parallel: {}" in said
+    assert main([*command, "--measured", str(tmp_path)]) == 64
+    assert "scaling.json cannot be read" in capsys.readouterr().err
+    measurement(tmp_path / "other", exchanged + 4)
+    assert main([*command, "--measured", str(tmp_path / "other")]) == 64
+    assert "of gradients, and" in capsys.readouterr().err
+    measurement(tmp_path / "alone", exchanged, inside=False)
+    assert main([*command, "--measured", str(tmp_path / "alone"), "--json"]) == 0
+    assert not [one for one in json.loads(capsys.readouterr().out)["plans"] if "step" in one], "no link was measured"
+
+
+def test_sums_of_a_tensor_group_are_counted(tmp_path: Path) -> None:
+    """Of each block two sums of activations forward and two back; of the ends some more."""
+    (tmp_path / "run.yaml").write_text(RUN)
+    config = load(str(tmp_path / "run.yaml"), [])
+    whole, half = weigh(config, 1, 2), weigh(config, 2, 2)
+    assert whole.sums == Sums()
+    activations = 8 * 7 * 16  # float64[places, width]
+    assert 2 * 4 <= half.sums.count <= 2 * 4 + 8
+    assert 2 * 4 * activations <= half.sums.bytes <= (2 * 4 + 5) * activations
+    assert half.exchanged < whole.exchanged
+
+
+def test_plans_are_drawn_and_kept_for_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert main(["plan", "run.yaml", "-n", "2", "--memory", "64G", "--picture", "plan.svg", "--keep"]) == 0
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "data 2, shard optimizer" in drawn and "tensor 2 x data 1" in drawn and "a rank has 64 GiB" in drawn
+    kept = RunView(tmp_path / "runs/gpt").plans()
+    assert kept is not None and kept.memory == 64 << 30
+    assert kept.plans[0].name == "data 2" and kept.plans[0].total > 10 << 20
+    capsys.readouterr()
+    assert main(["plan", "run.yaml", "-n", "2", "--picture", "nowhere/plan.svg"]) == 70
+    assert "cannot write nowhere/plan.svg" in capsys.readouterr().err
+
+
+def test_memory_is_that_of_the_job_if_the_run_file_says_it() -> None:
+    def memory(words: str, **more: Any) -> int | None:
+        return memory_of(LaunchConfig(slurm=SlurmConfig(memory=words, **more), ranks_per_node=4))
+
+    assert memory("64G") == 16 << 30
+    assert memory("4096") == 1 << 30, "megabytes"
+    assert memory("2G/cpu", cpus_per_rank=3) == 6 << 30
+    assert memory("2G/cpu") == 2 << 30
+    assert memory("0") is None and memory("much") is None
+    assert memory("64G", gpus_per_node=4) is None, "what must fit is a GPU's"
+    assert memory_of(LaunchConfig()) is None
+
+
+FAILS = """
+import numpy as np, torch, hpctrain
+def task():
+    raise ValueError("width 5 has no halves")
+"""
+
+
+def test_a_task_that_fails_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    words = f"name: r\ntask: {tmp_path}/fails.py:task\ntrain: {{steps: 3, global_batch: 8}}\n"
+    (tmp_path / "run.yaml").write_text(words)
+    assert main(["plan", str(tmp_path / "run.yaml"), "-n", "2"]) == 64
+    said = capsys.readouterr().err
+    assert "ValueError: width 5 has no halves (fails.py:4: `raise ValueError(" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2", "1000000000"])
+def test_a_strange_number_of_ranks_is_refused(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "-n", ranks]) == 64
+    said = capsys.readouterr().err
+    assert f"-n is {ranks}" in said and "from 1 to 100000" in said
+
+
+def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "-n", "2", "--memory", "0G"]) == 64
+    assert "leaves a rank nothing" in capsys.readouterr().err
 
 
 def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +303,8 @@ def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pyte
     plans, said = plan(capsys, 64, run, "-n", "2", "--parallel.shard", "optimizer")
     assert plans == [(1, "none")] and "Coupled updates a parameter" in said
     own = ["--task_args.uses", "[NO_CUTS, OWN_STEP, NO_VALIDATION]"]
-    assert plan(capsys, 0, run, "-n", "2", *own)[0] == [(1, "none"), (1, "optimizer")]
+    plans, said = plan(capsys, 0, run, "-n", "2", *own)
+    assert plans == [(1, "none"), (1, "optimizer")] and "whose passes other ranks could not follow" in said
     plans, said = plan(capsys, 0, run, "-n", "2", "--reduce.kind", "horovod")
     assert plans == [(1, "none")] and "gradients would travel by Horovod" in said
 
@@ -158,3 +330,30 @@ def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path: Path) -> None:
     assert "parallel.tensor is 2, and the task does not say how its layers are cut" in told.stdout
     told = hpctrain("plan", "run.yaml", "-n", 2, "--task", "tasks.py:of_keras", cwd=tmp_path, code=64)
     assert "is a KerasTask, of which each rank has all" in told.stderr
+
+
+def test_stages_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of the model is on the stages together, and the largest has least if they are equal."""
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "name: r\ntask: tests.support.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 8, accumulate: 4}\n"
+    )
+    assert main(["plan", str(run), "-n", "4", "--json", "--parallel.pipeline", "4"]) == 0
+    plans = [one for one in json.loads(capsys.readouterr().out)["plans"] if one["plan"]["tensor"] == 1]
+    by_stages = {one["plan"]["pipeline"]: one for one in plans if one["plan"]["shard"] == "none"}
+    assert sorted(by_stages) == [1, 2, 4]
+    for part in ("parameters", "gradients", "optimizer"):
+        whole, two, four = (by_stages[stages][part] for stages in (1, 2, 4))
+        assert whole / 2 <= two < 0.7 * whole and whole / 4 <= four < two
+    assert by_stages[1]["checkpoint"] == by_stages[4]["checkpoint"]
+    assert [by_stages[stages]["bubble"] for stages in (1, 2, 4)] == pytest.approx([0, 1 / 5, 3 / 7])
+    assert main(["plan", str(run), "-n", "4", "--memory", "64G"]) == 0
+    widest = capsys.readouterr().out
+    assert "\u2026" not in widest, "cut short"
+    assert all(word in widest for word in ("tensor", "pipeline", "optimizer", "activations", "fits"))
+    assert main(["plan", str(run), "-n", "2"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    last = [line.split()[-1] for line in table if line.strip()]
+    assert "bubble" in last and [word for word in last if word.endswith("%")][-1] == "20%"
+    assert main(["plan", str(run), "-n", "4", "--parallel.pipeline", "4", "--train.compile", "true"]) == 64
+    assert "parallel.pipeline is 4, and train.compile is true" in capsys.readouterr().err

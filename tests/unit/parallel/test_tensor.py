@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hpctrain.parallel.torch_tensor import TensorParallel, cut_model, planned, s
 from hpctrain.rank.fit import fit
 from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
+from hpctrain.train.state import Cut
 from tests.support import tensor_tasks
 from tests.support.tensor_tasks import LAYERS, Gpt
 from tests.support.thread_groups import in_threads
@@ -117,6 +119,44 @@ def test_the_parts_of_all_ranks_make_up_the_whole(ranks: int, parts: int, length
     assert torch.equal(found, whole)
 
 
+@given(
+    ranks=st.integers(1, 3),
+    data=st.integers(1, 4),
+    parts=st.integers(1, 3),
+    length=st.integers(1, 3),
+    axis=st.integers(0, 1),
+)
+def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(
+    ranks: int, data: int, parts: int, length: int, axis: int
+) -> None:
+    shape = [5, 5]
+    shape[axis] = ranks * parts * length
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    found = torch.full_like(whole, -1)
+    firsts = 0
+    for rank, place in itertools.product(range(ranks), range(data)):
+        own = slices_of(tuple(shape), axis, parts, OneOf(rank, ranks), OneOf(place, data))
+        held = own.of(whole)
+        tensor = TensorParallel(Region(OneOf(rank, ranks)), {"weight": own}, frozenset())
+        begin, end = (len(held) * each // data for each in (place, place + 1))
+        rows_of = tensor.rows("weight", tuple(held.shape), begin, end)
+        assert rows_of.is_cut == (ranks > 1)
+        firsts += begin < end and rows_of.starts
+        for view, cut in rows_of.views(held[begin:end]):
+            assert (cut.copy, cut.copies, cut.shape) == (0, 1, tuple(shape)) and view.numel()
+            there = tuple(slice(first, first + count) for first, count in zip(cut.begin, view.shape, strict=True))
+            assert (found[there] == -1).all()
+            found[there] = view
+    assert torch.equal(found, whole) and firsts == 1
+
+
+def test_what_a_group_has_alike_is_shared_out_alike() -> None:
+    tensor = TensorParallel(Region(OneOf(1, 2)), {}, frozenset())
+    found = tensor.rows("norm", (6,), 2, 5)
+    assert [cut for _, cut in found.views(torch.zeros(3))] == [Cut((6,), (2,), 1, 2)]
+    assert [cut for _, cut in tensor.rows("scale", (), 0, 1).views(torch.zeros(()))] == [Cut((), (), 1, 2)]
+
+
 def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_too() -> None:
     model = Gpt()
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
@@ -199,9 +239,9 @@ class Potential(nn.Module):
 
 
 def of_forces(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients of a loss that holds a gradient."""
+    """Gradients of a loss that holds a gradient, to which each output gives what depends on all of them."""
     places = torch.arange(15, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
-    (force,) = torch.autograd.grad(model(places).square().sum(), places, create_graph=True)
+    (force,) = torch.autograd.grad(model(places).logsumexp(-1).square().sum(), places, create_graph=True)
     (force - 1).square().sum().backward()
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
@@ -282,12 +322,14 @@ def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor: int, ranks:
 
 
 def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    without_values, example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     (tmp_path / "task.py").write_text(example, encoding="utf-8")
     found: dict[str, Any] = {}
     exec(example, found)  # noqa: S102  a program of ours, from the docs
+    exec(without_values, found)  # noqa: S102  the same
+    assert all(each.is_meta for each in found["model"].parameters())
     task = found["task"]()
     assert len(planned(task.model, task.tensor, 4)) == 10
     assert all(isinstance(word, LayerCut) for word in task.tensor.values())
     words = ["--name", "run", "--task", f"{tmp_path}/task.py:task", "--train.steps", "1", "--train.global_batch", "4"]
-    try_task(load(None, [*words, "--parallel.tensor", "2"]))
+    try_task(load(None, [*words, "--parallel.tensor", "2", "--parallel.pipeline", "4"]))

@@ -10,7 +10,8 @@ from torch import nn, optim
 from torch.nn import Parameter
 
 from hpctrain.errors import UserError
-from hpctrain.parallel.torch_probe import LARGEST_TENSOR, Verdict, rows_of, small, try_optimizer
+from hpctrain.parallel.torch_probe import Verdict, try_optimizer
+from hpctrain.parallel.trial import LARGEST_TENSOR, rows_of, small
 from tests.support.combined_tasks import Coupled
 from tests.support.torch_sharded import Lamb, Lion
 
@@ -31,9 +32,19 @@ def test_rows_of_element_by_element_optimizers_may_be_cut(kind: Any, shape: tupl
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Lamb])
-def test_those_that_look_at_tensors_may_not_be_cut(kind: Any) -> None:
-    found = verdict(kind)
-    assert found.is_alone and not found.by_rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_those_that_look_at_tensors_may_not_be_cut(kind: Any, dtype: torch.dtype) -> None:
+    found = verdict(kind, dtype=dtype)
+    assert found.is_alone and not found.by_rows and not found.nearly_by_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(512,), (31,), (300, 7)])
+def test_kernels_that_round_the_end_of_a_tensor_otherwise_nearly_go_by_rows(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    found = verdict(optim.AdamW, shape, dtype, fused=True)
+    assert found.is_alone and found.nearly_by_rows
 
 
 def test_what_an_update_takes_from_other_parameters_shows() -> None:
@@ -54,7 +65,8 @@ def test_one_row_is_not_cut(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("settings", [{"lr": 0.0}, {"lr": torch.tensor(0.0)}, {"lr": 1e-12}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rate_of_nothing_hides_nothing(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    assert not verdict(optim.Adafactor, dtype=dtype, **settings).by_rows
+    found = verdict(optim.Adafactor, dtype=dtype, **settings)
+    assert not found.by_rows and not found.nearly_by_rows
 
 
 class Elsewhere(optim.SGD):

@@ -59,10 +59,12 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.NO_REDUCER: {"reduce.kind": "none"},
     Feature.ONE_CYCLE: {"schedule.kind": "one_cycle"},
     Feature.OVERLAP: {"reduce.overlap": "on"},
+    Feature.PIPELINE: {"parallel.pipeline": "2"},
     Feature.PLATEAU: {"schedule.kind": "plateau"},
     Feature.RECOMPUTE: {"train.recompute": "['*']"},
     Feature.SCHEDULE: {"schedule.kind": "cosine"},
     Feature.SHARD: {"parallel.shard": "optimizer"},
+    Feature.SHARD_PARAMETERS: {"parallel.shard": "parameters"},
     Feature.SHORT_BATCH: {"train.global_batch": "13"},
     Feature.STAGED_ENVIRONMENT: {"launch.stage_environment": "true"},
     Feature.STEP_EPOCHS: {"schedule.kind": "step", "schedule.step_epochs": "[1]"},
@@ -91,12 +93,14 @@ IMPLIED = {
 KERAS_ONLY = {
     Feature.KERAS,
     Feature.TABLES,
+    Feature.BUILT_OPTIMIZER,
+    Feature.GLOBAL_CLIPNORM,
     Feature.KERAS_SCHEDULE,
     Feature.TRAIN_STEP,
     Feature.TEST_STEP,
     Feature.FP32_MODEL,
 }
-ELSEWHERE = {Feature.INITIAL_WEIGHTS, Feature.HOROVOD, Feature.SHORT_BATCH, Feature.TENSOR}
+ELSEWHERE = {Feature.INITIAL_WEIGHTS, Feature.HOROVOD, Feature.SHORT_BATCH, Feature.TENSOR, Feature.PIPELINE}
 """Those that take more than one process and its data."""
 OF_RUN_FILES = {one for one in KEYS if one not in ELSEWHERE}
 OF_ALL = {
@@ -127,8 +131,8 @@ TORCH = {
 }
 OF_LOOP = {one for one, keys in KEYS.items() if "schedule.kind" in keys and one is not Feature.PLATEAU}
 OF_LOOP |= {Feature.DENSIFY, Feature.EARLY_STOP, Feature.EPOCHS, Feature.NO_CHECKPOINTS, Feature.WARMUP_EPOCHS}
-OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.SHARD, Feature.WORKERS}
-KERAS = {*(OF_ALL - OF_LOOP), Feature.KERAS_SCHEDULE, Feature.TABLES, Feature.TEST_STEP, Feature.TRAIN_STEP}
+OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.SHARD_PARAMETERS, Feature.WORKERS}
+KERAS = {*(OF_ALL - OF_LOOP), *(KERAS_ONLY - {Feature.KERAS, Feature.FP32_MODEL})}
 """Without what Keras has no part in, which is tried in PyTorch."""
 OF_IMAGES = {Feature.COMPILED_MODEL, Feature.HALF_PARAMETERS, Feature.JOINT_LAYERS, Feature.VOLUMES}
 CONTRARY = [
@@ -148,7 +152,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-TWO = {"data": Feature.RANKS, "tensor": Feature.TENSOR}
+TWO = {"data": Feature.RANKS, "tensor": Feature.TENSOR, "pipeline": Feature.PIPELINE}
 
 
 class Pair(Group):
@@ -175,7 +179,7 @@ def config_of(uses: set[Feature], folder: Path) -> Any:
 def run(uses: set[Feature], folder: Path) -> dict[str, float]:
     """Its metrics, of a few steps on one process."""
     config = config_of(uses, folder)
-    if uses & {Feature.RANKS, Feature.TENSOR}:
+    if uses & set(TWO.values()):
         groups = {name: Pair(name) if one in uses else Group(name) for name, one in TWO.items()}
         two = World(Group("world"), local=Group("local"), node=0, nodes=1, host="host", **groups)
         make_framework(config, two, make_problem(config, two).task, IntervalClock())

@@ -26,6 +26,8 @@ class Model:
     def __init__(self, outputs: Outputs) -> None:
         self.outputs = outputs
 
+    meeting = None
+
     def predict(self, batch: Any) -> dict[str, NDArray[Any]]:
         return {"output": self.outputs(batch["x"])}
 

@@ -149,6 +149,26 @@ def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
     assert found[0] == found[1] == found[2] == ["mpi-ring", "mpi-flat", "mpi-overlap"]
 
 
+class Apart(Group):
+    """A data group whose ranks lie on these nodes."""
+
+    def __init__(self, nodes: list[int]) -> None:
+        super().__init__("data")
+        self.nodes, self.size = nodes, len(nodes)
+
+    def allgather(self, value: object, what: str, timeout_s: float = 0.0) -> list[int]:
+        return self.nodes
+
+
+@pytest.mark.parametrize(("nodes", "shares"), [([0, 1], False), ([0, 0], True)])
+def test_stages_of_one_node_share_no_gradients(nodes: list[int], shares: bool) -> None:
+    """Four ranks on two nodes, two stages: neighbours may be of one data group, or of different stages."""
+    local, pipeline, everyone = Group("local"), Group("pipeline"), Group("world")
+    local.size = pipeline.size = 2
+    world = World(everyone, Apart(nodes), local, node=0, nodes=2, host="a", pipeline=pipeline)
+    assert look_around(ReduceConfig(kind="mpi"), world, False, lambda: False).shared_memory == shares
+
+
 class Named:
     """A reducer of this name."""
 

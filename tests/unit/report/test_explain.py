@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,8 @@ def test_the_text_is_sentences() -> None:
     found = Explanation(Code.NAN, "x", ("first", "second!"), "do this.", ("is it so?", ""))
     assert found.text == "First. Second! Do this. Is it so?"
     assert Explanation(Code.NAN, "x").text == ""
+
+
+def test_a_failure_of_a_rank_that_shares_out_a_model_names_its_place() -> None:
+    failed = replace(ended(Action.REQUEUE, "boom", Code.EXCEPTION, rank=3, host="n1"), ranks=4, tensor=2)
+    assert explain(history(attempts=[failed])).evidence == ("rank 3 (data 1, tensor 1) on n1, attempt 1: boom",)

@@ -102,3 +102,15 @@ def test_following_asks_slurm_seldom(tmp_path: Path) -> None:
     begin = time.monotonic()
     assert list(logs.follow(tmp_path / "log", over, pause_s=0.001, ask_s=0.1)) == []
     assert len(asked) == 3 and time.monotonic() - begin >= 0.2
+
+
+def test_logs_of_ranks_that_share_out_a_model_have_their_places(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    for plan in ({"tensor": 2}, {}):
+        Attempts(run).begin(Attempt(ranks=4, **plan))
+    for name in ("7-1-3.out", "7-1-9.out", "7-2-3.out", "slurm-7.out"):
+        (run.logs / name).write_text("")
+    found = [*logs.find(run, attempt=1), *logs.find(run, "3", attempt=2)]
+    assert [log.path.name for log in found] == ["slurm-7.out", "7-1-3.out", "7-1-9.out", "7-2-3.out"]
+    assert logs.places(run, found) == ["", " (data 1, tensor 1)", "", ""]

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.decision import blame, decide, trailing_failures
@@ -243,3 +244,35 @@ def test_an_attempt_killed_with_its_supervisor_came_as_far_as_the_next_one_began
     assert trailing_failures([killed, next_one]) == 1, "it had saved step 20"
     again = dataclasses.replace(next_one, from_step=10, to_step=10)
     assert trailing_failures([killed, again]) == 2
+
+
+def test_ranks_that_share_out_a_model_are_told_with_their_places() -> None:
+    attempt = dataclasses.replace(STUCK, ranks=4, tensor=2, verdict=None)
+    found = [
+        decide(words, [attempt], max_failures=3).reason
+        for words in (
+            [failed(3, "boom", 1.0)],
+            [word(2, Ending.KILLED, note="was killed by SIGKILL")],
+            [word(rank, Ending.VANISHED) for rank in (1, 9)],
+        )
+    ]
+    assert found == [
+        "rank 3 (data 1, tensor 1) on n3: boom",
+        "rank 2 (data 1, tensor 0) on n2 was killed by SIGKILL",
+        "ranks 1 (data 0, tensor 1), 9 ended without a word",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "plan"),
+    [
+        (ParallelConfig(), ""),
+        (ParallelConfig(tensor=2), "tensor 2 x data 2"),
+        (ParallelConfig(shard="optimizer"), "shard optimizer"),
+    ],
+)
+def test_the_plan_of_an_attempt_is_kept(parallel: ParallelConfig, plan: str) -> None:
+    attempt = Attempt(1, ranks=4).under(parallel)
+    saved = attempt.to_json()
+    assert Attempt.from_json(saved).plan == plan
+    assert {"tensor", "shard"} & saved.keys() == {word.split()[0] for word in plan.split(", ") if word}

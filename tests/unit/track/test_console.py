@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -14,6 +15,11 @@ STARTED = RunStarted(step=0, ranks=2, hosts=("n1", "n2"), framework="torch", red
 
 def train(step: int) -> Train:
     return Train(step=step, loss=0.5, lr=1.0, samples_per_s=123.4, total_steps=8)
+
+
+def test_stages_are_told_with_their_layers():
+    told = describe(dataclasses.replace(STARTED, layers=(3, 5)))
+    assert told == "2 ranks on n1, n2: torch, reducer mpi, stages of 3 + 5 layers, 8 steps"
 
 
 def test_a_batch_log_gets_plain_lines():

@@ -37,7 +37,11 @@ class LeastSquares:
 
     name = "numpy"
     reducer_name = "none"
+    meeting = None
     gradient_bytes = 12
+    flops = None
+    num_layers = 0
+    valueless = frozenset[str]()
 
     def __init__(self) -> None:
         self.weights = np.zeros(3)

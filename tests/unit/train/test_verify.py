@@ -11,7 +11,7 @@ from hpctrain.errors import NoRequeue
 from hpctrain.train.verify import VerifyWeights
 
 
-def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1) -> Any:
+def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1, pipeline: int = 1) -> Any:
     """What the hook looks at, on rank 0: of each rank, hashes of all weights and of those that are not cut."""
     gathered = []
 
@@ -22,7 +22,11 @@ def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1) -> 
     return SimpleNamespace(
         state=SimpleNamespace(step=step),
         framework=SimpleNamespace(weights_hash=lambda shared_only=False: hashes[0]),
-        world=SimpleNamespace(everyone=SimpleNamespace(allgather=allgather), tensor=SimpleNamespace(size=tensor)),
+        world=SimpleNamespace(
+            everyone=SimpleNamespace(allgather=allgather),
+            tensor=SimpleNamespace(size=tensor),
+            pipeline=SimpleNamespace(size=pipeline),
+        ),
         gathered=gathered,
     )
 
@@ -55,3 +59,10 @@ def test_ranks_that_share_out_a_model_have_equal_parts_and_all_have_what_is_not_
         return
     with pytest.raises(NoRequeue, match=f"the weights of rank {odd} differ"):
         VerifyWeights(1).after_step(made, None)  # type: ignore[arg-type]
+
+
+def test_stages_are_compared_with_themselves() -> None:
+    """Two stages, two data ranks, two tensor ranks."""
+    VerifyWeights(1).after_step(trainer(1, list("ababcdcd"), "ssssuuuu", tensor=2, pipeline=2), None)  # type: ignore[arg-type]
+    with pytest.raises(NoRequeue, match="the weights of rank 6 differ from those of rank 4"):
+        VerifyWeights(1).after_step(trainer(1, list("ababcdxd"), "ssssuuuu", 2, 2), None)  # type: ignore[arg-type]

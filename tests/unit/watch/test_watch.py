@@ -195,6 +195,14 @@ def test_text_of_files_cannot_command_the_terminal() -> None:
     assert "\x1b" not in text(view(config={"name": "evil\x1b[2J"}))
 
 
+def test_how_ranks_share_out_a_model_stands_at_the_top() -> None:
+    entry = {**attempt(), "ranks": 8, "tensor": 2, "shard": "optimizer"}
+    shown = view(attempts=typed(entry))
+    assert shown.plan == shown.plain()["plan"] == "tensor 2 x data 4, shard optimizer"
+    assert "8 ranks on 2 hosts  tensor 2 x data 4, shard optimizer" in text(shown)
+    assert view().plan == ""
+
+
 def test_curves() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert len(sparkline(range(1000), 30)) == 30

@@ -68,10 +68,11 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
         UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
         NoRequeue: a host that cannot take part; it is named.
         RunFailed: Slurm's controller stays away.
+        Stopped: a person stopped the run meanwhile.
     """
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
-        skip_steps(PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
+        skip_steps(run, PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
     interpreter, copies = stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
@@ -113,7 +114,7 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
     if slurm.cpus_per_rank is None and (cores := os.environ.get("SLURM_CPUS_PER_TASK")):  # srun does not inherit it
         slurm = dataclasses.replace(slurm, cpus_per_rank=int(cores))
     launch = dataclasses.replace(config.launch, slurm=slurm)
-    return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour)
+    return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour, config.parallel.tensor > 1)
 
 
 def unclean(attempts: Sequence[Attempt], job: str) -> int:
@@ -127,11 +128,12 @@ def unclean(attempts: Sequence[Attempt], job: str) -> int:
     )
 
 
-def heard(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
     """Exit code and output of a helper on the nodes, which is started again while Slurm's controller is away.
 
     Raises:
         RunFailed: the controller stays away.
+        Stopped: a person stopped the run meanwhile.
     """
 
     def ask() -> tuple[int, str]:
@@ -140,17 +142,17 @@ def heard(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tup
             raise client.Unheard(f"Slurm starts no step ({said})", "submit the run again when Slurm's controller is up")
         return code, output
 
-    return patiently(ask, client.Unheard)
+    return patiently(ask, client.Unheard, run)
 
 
-def skip_steps(number: int) -> None:
+def skip_steps(run: RunDir, number: int) -> None:
     """Uses up step numbers with empty steps.
 
     A slurmstepd that dies leaves the socket of its PMIx server on its node, named after job and step. Slurm numbers the
     steps of a requeued job from 0 again, so a step of the same number would find the address in use.
     """
     for _ in range(number):
-        heard(empty_step(), {}, EMPTY_STEP_S)
+        heard(run, empty_step(), {}, EMPTY_STEP_S)
 
 
 def check(
@@ -159,12 +161,13 @@ def check(
     """Problems that the ranks' reports show under one launcher, and the hosts of Slurm's tasks."""
     slurm = config.launch.slurm
     needs_mpi = bool(config.task) and job.ranks > 1
-    expected = Expected(job.nodes, job.ranks, slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, needs_mpi)
+    gpus, cpus, tensor = slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, config.parallel.tensor
+    expected = Expected(job.nodes, job.ranks, gpus, cpus, needs_mpi, tensor)
     options = [f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
     command = python.module("hpctrain.launch.engines.slurm.probe", *options, interpreter=interpreter)
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
-    _, output = heard(launcher.words(command, env), env, 60 + job.ranks / 20)
+    _, output = heard(run, launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
@@ -211,7 +214,7 @@ def _stage(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[st
         stage.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    code, output = heard(once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
+    code, output = heard(run, once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
     if told := preflight.reports(output.splitlines(), stage.MARK):
         raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpctrain.config.sections import LaunchConfig, SlurmConfig
+from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.quoting import directive_value, text
 
@@ -105,8 +105,19 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     return launch.ranks_per_node or launch.slurm.gpus_per_node or 1
 
 
+def require_whole_groups(config: Config) -> None:
+    """Raises UserError if a tensor group of ``parallel`` would lie on two nodes."""
+    tensor, ranks = config.parallel.tensor, ranks_per_node(config.launch)
+    if ranks % tensor:
+        raise UserError(
+            f"parallel.tensor is {tensor}, and a node has {ranks} rank{'s' if ranks > 1 else ''}: ranks that share out "
+            "layers lie on one node",
+            f"set launch.ranks_per_node to a multiple of {tensor}, or choose a parallel.tensor that divides {ranks}",
+        )
+
+
 def build(
-    name: str, launch: LaunchConfig, output: str, signal_s: int, array: str | None = None
+    name: str, launch: LaunchConfig, output: str, signal_s: int, array: str | None = None, in_order: bool = False
 ) -> tuple[Directive, ...]:
     """The directives of a job, in the order in which its script shows them.
 
@@ -116,6 +127,7 @@ def build(
         output: path of the job's log; Slurm fills in %j, %A, %a.
         signal_s: seconds before the time limit at which Slurm signals the supervisor.
         array: indices of a job array, such as 0-7%4.
+        in_order: ranks fill one node after the other, whatever the site does by default.
 
     Raises:
         UserError: a value that Slurm cannot take, or directives that exclude each other.
@@ -138,6 +150,7 @@ def build(
         *_given(slurm, "account", "partition", "qos", "constraint", "reservation", "licenses"),
         Directive("--nodes", str(launch.nodes)),
         Directive("--ntasks-per-node", str(ranks_per_node(launch))),
+        *([Directive("--distribution", "block")] if in_order else []),
         *_given(slurm, "cpus_per_rank", rename="--cpus-per-task"),
         *_gpus(launch),
         *_memory(slurm),

@@ -40,6 +40,8 @@ class Srun:
     slurm: SlurmConfig
     mpi: str | None
     """Value of --mpi; None leaves it to the site."""
+    in_order: bool = False
+    """Whether ranks fill one node after the other, whatever the site does by default."""
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher. Its environment reaches the ranks as it is."""
@@ -47,6 +49,7 @@ class Srun:
         # Without --kill-on-bad-exit the ranks of a dead one run on to the time limit.
         words = ["srun", f"--nodes={self.nodes}", f"--ntasks={self.ranks}", "--kill-on-bad-exit=1", "--input=none"]
         words += [f"--mpi={self.mpi}"] if self.mpi else []
+        words += ["--distribution=block"] if self.in_order else []
         words += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
         words += [f"--cpu-bind={slurm.cpu_bind}"] if slurm.cpu_bind else []
         return [*words, *slurm.srun_options, *command]
@@ -95,7 +98,13 @@ def empty_step() -> list[str]:
 
 
 def candidates(
-    launch: LaunchConfig, nodes: int, ranks: int, offered: Sequence[str], mpirun: MpiRun | None, flavour: Flavour | None
+    launch: LaunchConfig,
+    nodes: int,
+    ranks: int,
+    offered: Sequence[str],
+    mpirun: MpiRun | None,
+    flavour: Flavour | None,
+    in_order: bool = False,
 ) -> list[Launcher]:
     """Launchers worth trying, best first; the first one whose preflight passes is taken.
 
@@ -106,6 +115,7 @@ def candidates(
         offered: what ``srun --mpi=list`` prints; empty without srun.
         mpirun: the MPI library's mpirun, if there is one.
         flavour: family of the MPI library, if there is one.
+        in_order: ranks fill one node after the other.
 
     Raises:
         UserError: what the configuration asks for is not there.
@@ -118,7 +128,7 @@ def candidates(
                 f"srun has no --mpi={slurm.mpi} here",
                 f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun",
             )
-        found.append(Srun(nodes, ranks, slurm, slurm.mpi or best_mpi(offered, flavour)))
+        found.append(Srun(nodes, ranks, slurm, slurm.mpi or best_mpi(offered, flavour), in_order))
     if launch.launcher != "srun" and mpirun is not None:
         found.append(Mpirun(nodes, ranks, slurm, mpirun))
     if not found:

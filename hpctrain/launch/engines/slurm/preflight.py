@@ -28,6 +28,8 @@ class Expected:
     gpus_per_node: int = 0
     cpus_per_rank: int = 1
     mpi: bool = True
+    tensor: int = 1
+    """Ranks that share out layers, and so lie on one node."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Fault]:
         if "mpi_error" in report:
             what = f"{report['host']}: {report['mpi_error']}"
             return [Fault(what, "install hpctrain[mpi] in the job's environment", report["host"])]
-    checks = (_not_started, _alone, _hanging, _wrong_sum, _same_place, _missing_nodes)
+    checks = (_not_started, _alone, _hanging, _wrong_sum, _same_place, _missing_nodes, _torn_groups)
     found = (check(first, joined, expected) for check in checks)
     return next(([problem] for problem in found if problem is not None), [])
 
@@ -208,6 +210,19 @@ def _missing_nodes(first: Reports, joined: Reports, expected: Expected) -> Fault
         return None
     what = f"ranks run on {len(hosts)} of {expected.nodes} nodes ({', '.join(hosts)})"
     return Fault(what, "check launch.slurm.srun_options", launcher=True)
+
+
+def _torn_groups(first: Reports, joined: Reports, expected: Expected) -> Fault | None:
+    hosts: dict[int, set[str]] = defaultdict(set)
+    for report in joined:
+        hosts[report["rank"] // expected.tensor].add(report["host"])
+    torn = next((group for group, its in sorted(hosts.items()) if len(its) > 1), None)
+    if torn is None:
+        return None
+    ranks = f"ranks {torn * expected.tensor} to {(torn + 1) * expected.tensor - 1}"
+    what = f"{ranks}, which share out layers (parallel.tensor), lie on {' and '.join(sorted(hosts[torn]))}"
+    fix = "start ranks one node after the other: no --distribution but block in launch.slurm.srun_options"
+    return Fault(what, fix, launcher=True)
 
 
 def _clocks(joined: Reports) -> list[Fault]:

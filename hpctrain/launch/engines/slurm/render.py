@@ -44,7 +44,13 @@ class JobScript:
 
 
 def job_script(
-    config: Config, run_file: Path, logs: Path, bin_dir: Path | None, signal_s: int, array: str | None = None
+    config: Config,
+    run_file: Path,
+    logs: Path,
+    bin_dir: Path | None,
+    signal_s: int,
+    array: str | None = None,
+    in_order: bool = False,
 ) -> JobScript:
     """The script of a run.
 
@@ -55,6 +61,7 @@ def job_script(
         bin_dir: folder of ``hpctrain``, if the job's environment does not have it on PATH.
         signal_s: seconds before the time limit at which the supervisor is told to stop.
         array: indices of an array job.
+        in_order: ranks fill one node after the other.
 
     Raises:
         UserError: a value that Slurm or the shell cannot take.
@@ -62,7 +69,7 @@ def job_script(
     # Slurm fills in what follows a percent sign.
     folder = text(str(logs), "run_dir").replace("%", "%%")
     output = f"{folder}/slurm-{'%A_%a' if array else '%j'}.out"
-    directives = build(config.name, config.launch, output, signal_s, array)
+    directives = build(config.name, config.launch, output, signal_s, array, in_order)
     return JobScript(
         origin=f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again.",
         run_file=text(str(run_file), "run file"),

@@ -42,6 +42,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
 
     Raises:
         Ended: somebody has cancelled the job.
+        Stopped: a person stopped the run while the controller was away.
         UserError: launch.slurm.requeue is false.
         NoRequeue: the cap is reached.
         RunFailed: Slurm refused.
@@ -61,7 +62,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
             say(f"the job continues without leaving out any node ({option[0]}): {error.what}")
     try:
-        patiently(lambda: put_back(job), client.Unanswered)
+        patiently(lambda: put_back(job), client.Unanswered, run)
     except client.Disabled as error:
         if not has_script(config, run, job):
             raise RunFailed(f"the site does not requeue: {error.what}", BY_HAND) from error
@@ -83,9 +84,9 @@ def has_script(config: Config, run: RunDir, job: Job) -> bool:
 
 
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
-    """Submits the run's script as a new job in this one's place. Raises RunFailed if Slurm refuses."""
+    """Submits the run's script as a new job in this one's place. Raises RunFailed if Slurm refuses, and Stopped."""
     words = [*options, f"--chdir={os.getcwd()}"]
-    number = patiently(lambda: client.submit(run.path / SCRIPT, words), client.Unheard)
+    number = patiently(lambda: client.submit(run.path / SCRIPT, words), client.Unheard, run)
     note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
 
 

@@ -39,6 +39,8 @@ class Progress:
     ended: str | None
     """How the last attempt ended, if it said so."""
     stop_requested_by: str | None
+    plan: str | None = None
+    """How the ranks share out the model."""
     failing_saves: str | None = None
     """That checkpoints cannot be written, as a sentence."""
     left_out: str | None = None
@@ -177,6 +179,7 @@ def progress(found: RunSnapshot, now: float) -> Progress:
         silent_s=now - made.last_time if made.last_time is not None else None,
         straggler=slow[-1].text if slow else None,
         ended=_ending(newest) if newest else None,
+        plan=(newest.plan if newest else "") or None,
         stop_requested_by=found.stop_requested_by,
         left_out=found.left_out or None,
         failing_saves=made.failing_saves,
@@ -206,7 +209,7 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not made.ended else ""
         saved = f"checkpoint at {made.checkpoint}" if made.checkpoint is not None else ""
         begun = f"attempt {made.attempt}" if made.attempt else "no attempt yet"
-        text.append("  " + _join([begun, _step(made), rate, ahead, saved]))
+        text.append("  " + _join([begun, made.plan or "", _step(made), rate, ahead, saved]))
         if made.ended and made.ended not in status.why:
             text.append(f"  last attempt: {made.ended}")
         if made.failing_saves:

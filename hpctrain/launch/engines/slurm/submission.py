@@ -20,6 +20,7 @@ from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, profile
+from hpctrain.launch.engines.slurm.directives import require_whole_groups
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
 from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
@@ -79,6 +80,9 @@ def plan(
         array: override words of each element of a job array.
         at_once: elements that may run at the same time.
         chain: jobs that follow each other; more than one does not requeue.
+
+    Raises:
+        UserError: a value that Slurm cannot take, or ranks that share out layers on several nodes.
     """
     config = settle(config, run)
     if chain > 1:
@@ -86,7 +90,11 @@ def plan(
         config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
     elements = tuple(_element(config, run, index, words) for index, words in enumerate(array))
     indices = f"0-{len(array) - 1}" + (f"%{at_once}" if at_once else "") if array else None
-    job = job_script(config, run.path if array else run.run_yaml, run.logs, own_bin(), signal_s(config, run), indices)
+    every = elements or (config,)
+    for each in every:
+        require_whole_groups(each)
+    in_order, run_file = any(each.parallel.tensor > 1 for each in every), run.path if array else run.run_yaml
+    job = job_script(config, run_file, run.logs, own_bin(), signal_s(config, run), indices, in_order)
     return Plan(config, run, render(job), elements)
 
 

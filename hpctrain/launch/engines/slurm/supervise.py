@@ -19,6 +19,7 @@ from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
 from hpctrain.launch.engines.slurm.submission import Submitted, record, settle, signal_s, submissions
+from hpctrain.launch.patience import Stopped
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
 from hpctrain.run.attempt_record import Attempt
@@ -68,7 +69,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
         run_dir,
         lambda number: make_launch(config, run_dir, job, number, verbose),
         limits(config, run_dir),
-        facts=Attempt(job=job.id, restarts=job.restarts, nodes=job.nodes, ranks=job.ranks),
+        facts=Attempt(job=job.id, restarts=job.restarts, nodes=job.nodes, ranks=job.ranks).under(config.parallel),
         run_yaml=dump(config),
         verbose=verbose,
         by_person=lambda number: by_person(number, job),
@@ -178,7 +179,7 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
         return verdict.exit_code
     try:
         restarts = requeue.requeue(config, run_dir, job)
-    except (NoRequeue, requeue.Ended) as error:
+    except (NoRequeue, requeue.Ended, Stopped) as error:
         action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
         code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
         reason = f"{verdict.reason}; {error.what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig
-from hpctrain.errors import ExitCode, RunFailed
+from hpctrain.errors import Code, ExitCode, RunFailed
 from hpctrain.launch import attempt as attempts
 from hpctrain.launch import patience
 from hpctrain.launch.attempt import Launch, Limits
@@ -23,6 +24,7 @@ from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.run.verdict import Action, Verdict
 
 JOB = Job("7", nodes=2, ranks=4, restarts=0, nodelist="n[1-2]")
@@ -76,7 +78,7 @@ def test_what_srun_says_of_a_controller_that_is_away(said: str, expected: bool) 
 
 def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program(programs, "srun", away(programs, 2, AWAY, "echo told"))
-    assert allocation.heard(["srun", "true"], {}, 60) == (0, "told\n")
+    assert allocation.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
     assert calls(programs) == 3
     assert capfd.readouterr().err.count("Unable to contact slurm controller") == 2
 
@@ -84,13 +86,13 @@ def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFi
 def test_a_step_does_not_wait_for_ever(programs: Path) -> None:
     program(programs, "srun", away(programs, 99, AWAY, ""))
     with pytest.raises(RunFailed, match=r"Slurm starts no step .*Unable to contact"):
-        allocation.heard(["srun", "true"], {}, 60)
+        allocation.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert calls(programs) == 3
 
 
 def test_a_step_that_fails_for_another_reason_is_not_started_again(programs: Path) -> None:
     program(programs, "srun", away(programs, 99, GAVE_UP, ""))
-    code, output = allocation.heard(["srun", "true"], {}, 60)
+    code, output = allocation.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert (code, output.strip(), calls(programs)) == (1, GAVE_UP, 1)
 
 
@@ -119,6 +121,50 @@ def test_a_stop_request_ends_the_wait_for_the_controller(programs: Path, monkeyp
     began = time.monotonic()
     assert launched(programs).action is Action.STOP
     assert time.monotonic() - began < 60 and calls(programs) == 1
+
+
+def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "PAUSES_S", (100.0,))
+    run = RunDir(programs / "run")
+    run.create()
+    program(programs, "srun", away(programs, 99, AWAY, "").replace("exit 1", f"echo Ada > {run.stop_file}; exit 1"))
+    began = time.monotonic()
+
+    def preflight(number: int) -> Launch:
+        allocation.heard(run, ["srun", "true"], {}, 60)
+        raise AssertionError("ranks are started")
+
+    verdict = supervise(run, preflight, Limits(), Attempt())
+    assert time.monotonic() - began < 60 and calls(programs) == 1
+    assert (verdict.action, verdict.exit_code, verdict.code) == (Action.STOP, ExitCode.STOPPED, Code.STOPPED)
+    assert "stopped by Ada while Slurm's controller was away" in verdict.reason
+    assert Attempts(run).all()[-1].verdict == verdict
+
+
+@pytest.mark.parametrize("said", ["Unable to contact slurm controller (connect failure)", "Socket timed out"])
+def test_a_stop_request_ends_the_wait_for_the_requeue(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setattr(patience, "PAUSES_S", (100.0,))
+    run = ended(programs)
+    lines = f"*requeue*) echo x >> {programs}/calls; touch {run.stop_file}; echo '{said}' >&2; exit 1;;"
+    program(programs, "scontrol", f"case $* in {lines} esac")
+    began = time.monotonic()
+    assert follow(AGAIN, CONFIG, run, JOB, os.getppid()) == ExitCode.STOPPED
+    assert time.monotonic() - began < 60 and calls(programs) == 1
+    verdict = Attempts(run).all()[-1].verdict
+    assert verdict is not None and verdict.action is Action.STOP, verdict
+    assert verdict.reason.startswith(f"{AGAIN.reason}; stopped by STOP file")
+
+
+def test_what_a_signal_left_does_not_end_the_wait_for_the_requeue(programs: Path) -> None:
+    run = ended(programs)
+    request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
+    said = "Unable to contact slurm controller (connect failure)"
+    program(programs, "scontrol", f'if [ "$1" = requeue ]; then\n{away(programs, 1, said, ":")}\nfi')
+    assert requeue.requeue(CONFIG, run, JOB) and calls(programs) == 2
 
 
 DOES_NOT_REQUEUE = """case $* in

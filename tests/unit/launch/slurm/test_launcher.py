@@ -101,3 +101,9 @@ def test_ranks_of_uneven_nodes(text: str, expected: int) -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": text}
     made = current(environ)
     assert made is not None and made.ranks == expected
+
+
+def test_ranks_that_share_out_layers_fill_one_node_after_the_other() -> None:
+    for in_order in (True, False):
+        srun, _ = candidates(LaunchConfig(), 2, 4, ("pmix",), MPIRUN, MPIRUN.flavour, in_order)
+        assert ("--distribution=block" in srun.words(["prog"], {})) == in_order

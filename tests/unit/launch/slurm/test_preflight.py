@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -167,3 +168,22 @@ def test_reports_are_found_among_other_output() -> None:
         reports(["noise", f"[1] {line}", f"{line} trailing", MARK + "{torn", ""])
         == [{"stage": "host", "host": "n1"}] * 2
     )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order", "torn"), [(2, (0, 1, 2, 3), None), (2, (0, 2, 1, 3), "ranks 0 to 1"), (1, (0, 2, 1, 3), None)]
+)
+def test_ranks_that_share_out_layers_on_two_nodes_are_found(
+    tensor: int, order: tuple[int, ...], torn: str | None
+) -> None:
+    """As a site that deals out ranks in turn would start them; another launcher may not."""
+    found = healthy()
+    for report, rank in zip(found[4:], order, strict=True):
+        report["rank"] = rank
+    problems = judge(found, dataclasses.replace(EXPECTED, tensor=tensor), HOSTS)
+    if torn is None:
+        assert problems == []
+        return
+    [problem] = problems
+    assert problem.what == f"{torn}, which share out layers (parallel.tensor), lie on n1 and n2"
+    assert problem.fatal and problem.launcher and "--distribution" in problem.fix

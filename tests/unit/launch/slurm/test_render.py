@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.loading import load
-from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig, TrainConfig
+from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, SlurmConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm import profile, render, submission
+from hpctrain.run.folder import RunDir
 
 EXAMPLES = Path(__file__).parents[4] / "slurm" / "examples"
 HOSTILE = [
@@ -183,3 +184,28 @@ def test_templates_refuse_what_is_not_defined() -> None:
 )
 def test_the_signal_comes_early_enough(slurm: dict, step_s: float | None, save_s: float | None, expected: int) -> None:  # type: ignore[type-arg]
     assert render.signal_seconds(LaunchConfig(slurm=SlurmConfig(**slurm)), step_s, save_s) == expected
+
+
+def planned(folder: Path, tensor: int, array: tuple[list[str], ...] = (), **launch: object) -> str:
+    """The script of a run whose layers are shared out."""
+    made = dataclasses.replace(config(**launch), parallel=ParallelConfig(tensor=tensor), run_dir=str(folder / "run"))
+    return submission.plan(made, RunDir.for_config(made), array).script
+
+
+def test_ranks_that_share_out_layers_stay_on_a_node(tmp_path: Path) -> None:
+    script = planned(tmp_path, 2, nodes=2, ranks_per_node=4)
+    assert "#SBATCH --distribution=block\n" in script and "#SBATCH --ntasks-per-node=4\n" in script
+    assert "--distribution" not in planned(tmp_path, 1, nodes=2, ranks_per_node=4)
+    assert "#SBATCH --distribution=block\n" in planned(tmp_path, 1, (["--parallel.tensor", "2"], []), ranks_per_node=2)
+
+
+@pytest.mark.parametrize("array", [(), (["--seed", "2"],)])
+def test_nodes_that_cannot_hold_whole_groups_are_told_before_submission(
+    tmp_path: Path, array: tuple[list[str], ...]
+) -> None:
+    """By default a node has a rank for each GPU, or one; what the run file says is looked at when it is read."""
+    with pytest.raises(UserError, match=r"parallel\.tensor is 4, and a node has 6 ranks: ranks that share out layers"):
+        planned(tmp_path, 4, array, nodes=2, slurm=SlurmConfig(gpus_per_node=6))
+    with pytest.raises(UserError, match="a node has 1 rank:") as caught:
+        planned(tmp_path, 2, array, nodes=2)
+    assert "set launch.ranks_per_node to a multiple of 2" in caught.value.fix

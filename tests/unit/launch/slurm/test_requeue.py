@@ -321,7 +321,7 @@ def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     srun.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/steps\n')
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    skip_steps(3)
+    skip_steps(RunDir(tmp_path), 3)
     steps = (tmp_path / "steps").read_text().splitlines()
     assert len(steps) == 3 and all("--mpi=none" in step and step.endswith(" true") for step in steps)
 

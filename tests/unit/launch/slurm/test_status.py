@@ -404,3 +404,10 @@ def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch
     assert submission.goes_on(run) and not slurm_status.is_over(run)
     monkeypatch.setattr(client, "queue", lambda ids: [])
     assert not submission.goes_on(run) and slurm_status.is_over(run)
+
+
+def test_how_ranks_share_out_a_model_is_told_in_a_line() -> None:
+    run = found(attempts=[{"attempt": 1, "started": 1.0, "ranks": 8, "tensor": 2}])
+    made = status.progress(run, 2.0)
+    assert made.plan == "tensor 2 x data 4"
+    assert any(line.startswith("  attempt 1 · tensor 2 x data 4 · ") for line in shown(made, "running"))

@@ -1,0 +1,122 @@
+"""How text becomes tokens: its bytes, or what a tokenizer of Hugging Face makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.formats.hdf5_files import look_at
+from hpctrain.errors import MissingExtra, UserError
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Tokens that stand behind a text, as tokenizers call them."""
+LARGEST_TOKEN = 2**31 - 1
+"""That fits into the int32 of a file."""
+
+
+class Tokenizer(Protocol):
+    """Makes tokens of texts, each by itself."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def sha256(self) -> str | None:
+        """Of its file; None if there is none."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens are smaller than this."""
+
+    @property
+    def end(self) -> int:
+        """The token behind each text."""
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """int[n] of each text, without the end."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes of UTF-8, and one token more for the end of a text."""
+
+    name: str = "bytes"
+    sha256: None = None
+    vocabulary: int = 257
+    end: int = 256
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """One in a ``tokenizer.json``. Use ``open_tokenizer``."""
+
+    name: str
+    sha256: str
+    vocabulary: int
+    end: int
+    tokenizer: Any
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        try:
+            encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain ones
+            raise UserError(
+                f"{self.name} cannot encode the text: {error}", "use a tokenizer that has a token for unknown words"
+            ) from error
+        return [np.array(one.ids, np.int64) for one in encoded]
+
+
+def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
+    """The tokenizer of a file.
+
+    Args:
+        path: a ``tokenizer.json`` as Hugging Face's ``tokenizers`` writes it; None for bytes.
+        end: the token that is put behind each text; by default the first of ``ENDS`` that it has.
+
+    Raises:
+        UserError: the file is missing or no tokenizer, or has no such token.
+    """
+    if path is None:
+        if end is not None:
+            raise UserError("an end of text is named for bytes, which have their own", "leave out --end-of-text")
+        return Bytes()
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "name the tokenizer.json in it")
+    look_at(path)
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise MissingExtra("tokenizers", "text") from error
+    content = path.read_bytes()
+    try:
+        tokenizer = Library.from_str(content.decode())
+    except Exception as error:  # the library raises plain ones
+        raise UserError(
+            f"{path} is not a tokenizer: {error}", "give a tokenizer.json, as tokenizers and transformers write it"
+        ) from error
+    tokenizer.no_truncation()  # a file may ask for the length that some model had
+    tokenizer.no_padding()
+    words: dict[str, int] = tokenizer.get_vocab()
+    largest = max(words.values(), default=0)
+    if largest > LARGEST_TOKEN:
+        raise UserError(
+            f"{path} has token {largest}, and files hold tokens up to {LARGEST_TOKEN}",
+            "number its tokens from 0 without large gaps",
+        )
+    found = [words[each] for each in ([end] if end is not None else ENDS) if each in words]
+    if not found:
+        raise UserError(
+            f"{path} has no token {end or ' or '.join(ENDS)} to stand behind a text",
+            "name one that it has: --end-of-text TOKEN",
+        )
+    return HuggingFace(path.name, hashlib.sha256(content).hexdigest(), largest + 1, found[0], tokenizer)

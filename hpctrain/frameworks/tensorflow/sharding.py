@@ -1,0 +1,116 @@
+"""Shares out the variables of a Keras model: each rank's optimizer updates some rows of them, and all ranks get all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature, Uses, refuse, used
+from hpctrain.frameworks.named_state import require_same_model
+from hpctrain.frameworks.tensorflow.passes import followed
+from hpctrain.frameworks.tensorflow.state import OwnSlots
+from hpctrain.parallel.tensorflow_probe import try_optimizer
+from hpctrain.parallel.tensorflow_sharded import NOTHING, Sharded, ShardedReducer, build_on, flat, rows_of, shard
+from hpctrain.reduce.tensorflow_pieces import Pieces
+from hpctrain.reduce.tensorflow_reducer import broadcast
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.state import Cut
+
+
+def share_out(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    pieces: Pieces,
+    group: Group,
+    features: Uses,
+) -> tuple[Sharded, OwnSlots]:
+    """Shares out variables, and builds an optimizer of this rank's rows. Collective.
+
+    Args:
+        optimizer: of the task, not built.
+        variables: those that it updates.
+        pieces: of their gradients.
+        group: the ranks.
+        features: of the run.
+
+    Returns:
+        The variables, and where the optimizer's state lies in that of whole ones.
+
+    Raises:
+        UserError: ranks made different models, or the optimizer cannot be shared out.
+    """
+    described = [(one.path, tuple(one.shape), one.dtype) for one in variables]
+    require_same_model(group, described, "variables")
+    broadcast(group, [one.value for one in variables], "receive the model")  # state may begin at them
+    verdict = try_optimizer(optimizer, variables)
+    told = group.allgather((verdict.is_alone, verdict.by_rows), "compare how optimizer state may be cut")
+    coupled = not all(is_alone for is_alone, _ in told)
+    refuse(dict(features) | used({Feature.COUPLED: coupled and type(optimizer).__name__}))
+    by_rows = [all(one) for one in zip(*(by_rows for _, by_rows in told), strict=True)]
+    sharded = shard(variables, pieces, by_rows, group)
+    build_on(optimizer, [each.whole for each in sharded.rows], sharded.updated)
+    cuts = {}
+    for each in sharded.rows:
+        begin = 0 if each.piece.rows == 1 else each.piece.begin
+        shape = tuple(each.whole.shape)
+        cuts[flat(each.whole.path)] = Cut(shape, (begin, *[0] * len(shape))[: len(shape)])
+    parts = {flat(each.whole.path): tuple(each.part.shape) for each in sharded.rows}
+    return sharded, OwnSlots(cuts, parts, verdict.common, flat(NOTHING))
+
+
+class ShardedUpdate:
+    """See passes.Update: ``run`` gets the sums of this rank's rows, and has all ranks get each other's.
+
+    Args:
+        optimizer: built of the rows.
+        variables: all of the model that are trained.
+        reducer: in which ranks meet.
+        clock: marks the times of the update and of what follows.
+        compiled: let XLA compile the update.
+        averages: of all variables, in float32; empty without an EMA.
+        ema_decay: of these.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        reducer: ShardedReducer,
+        clock: StepClock,
+        compiled: bool,
+        averages: Sequence[tf.Variable] = (),
+        ema_decay: float = 0.0,
+    ) -> None:
+        self.optimizer = optimizer
+        self.variables = variables
+        self.sharded, self.reducer, self.clock = reducer.sharded, reducer, clock
+        self.averages, self.ema_decay = averages, ema_decay
+        self.apply = tf.function(self._apply, jit_compile=compiled or None)
+
+    def run(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        """True, when it is done; there are no rows of tables."""
+        with tf.control_dependencies([self.apply(sums)]):
+            updated = [each.part.value.read_value() for each in self.sharded.rows]
+            everything = self.reducer.spread(updated, self._updated, self._arrived)
+        for variable, value in zip(self.variables, everything, strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+        followed(self.averages, self.variables, self.ema_decay)
+        with tf.control_dependencies(everything):
+            return tf.constant(True)
+
+    def _apply(self, sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        for each in self.sharded.rows:  # weights may have been loaded, or changed by the task
+            each.part.assign(rows_of(each.whole.value, each.piece))
+        updated = list(self.sharded.updated)
+        given = [tf.cast(total, part.dtype) for total, part in zip(sums, updated, strict=False)]
+        self.optimizer.apply(given or [tf.zeros_like(one.value) for one in updated], updated)
+        return tf.convert_to_tensor(self.optimizer.iterations) >= 0
+
+    def _updated(self) -> None:
+        self.clock.mark(Phase.OPTIMIZER)
+
+    def _arrived(self) -> None:
+        self.clock.mark(Phase.EXCHANGE)

@@ -1,0 +1,163 @@
+"""How long each layer of a model takes, forward and backward, before its stages are on different ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.comm.world import World
+from hpctrain.errors import UserError
+from hpctrain.frameworks.torch.dry_call import try_loss
+from hpctrain.frameworks.torch.flops import synchronize
+from hpctrain.frameworks.torch.holdings import Holdings
+from hpctrain.frameworks.torch.pipelined import HandedOn, only_value
+from hpctrain.frameworks.torch.unchanged import passes_leave
+from hpctrain.parallel.stage_choice import StageChoice, agreed_times
+from hpctrain.parallel.torch_pipeline import Layer, Stages, as_before, staged
+from hpctrain.parallel.torch_stage import Entered, described, rebuilt
+from hpctrain.parallel.torch_tensor import TensorParallel
+from hpctrain.tasks.definition import TorchTask, kept_objects
+from hpctrain.train.framework import HostBatch
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A task's model before stages keep their parts of it."""
+
+    task: TorchTask
+    model: Module
+    """Whole, or as a tensor group shares it out."""
+    holdings: Holdings
+    tensor: TensorParallel
+    """What of it this rank has."""
+    device: torch.device
+    low_precision: torch.dtype | None
+    """Of forward passes."""
+    memory_format: torch.memory_format
+    """Of batches of images."""
+
+    def chosen(self, stages: Stages, choice: StageChoice, world: World) -> Stages:
+        """The stages that the task gives, those of an earlier attempt, or such as take equally long. Collective.
+
+        The model is as before, and so are random states.
+
+        Args:
+            stages: as the task gives them, or by the layers' parameters.
+            choice: says what is known of an earlier attempt, and on what layers are timed.
+            world: all ranks.
+
+        Raises:
+            UserError: as ``dry_call`` does, or as ``staged`` does.
+        """
+        if stages.are_given or choice.batch is None:
+            return stages
+        before = as_before(self.model, stages.layers, choice.kept, len(stages.ranges))
+        if before is not None:
+            return before
+        with passes_leave(self.model, self.holdings, kept_objects(self.task), self.device):
+            batch = choice.batch()
+            seconds = agreed_times(lambda: self._one_pass(stages.layers, batch), world.everyone)
+        if seconds:
+            stages = staged(self.model, stages.layers, len(stages.ranges), seconds)
+        if choice.record is not None:
+            choice.record(stages.counts, seconds)
+        return stages
+
+    def _one_pass(self, layers: Sequence[Layer], host: HostBatch) -> list[float] | None:
+        """Seconds of each layer; None without samples or values, or if a layer hands on what stages could not."""
+        if not host or not len(next(iter(host.values()))) or any(one.is_meta for one in self.model.parameters()):
+            return None
+        batch = {name: self._on_device(torch.from_numpy(np.array(array))) for name, array in host.items()}
+        half = self.low_precision
+        autocast = (
+            contextlib.nullcontext() if half is None else torch.autocast(self.device.type, half, cache_enabled=False)
+        )
+        timed = Timed(layers, self.model, self.device)
+        try:
+            with autocast:
+                loss = try_loss(self.task, timed, batch, trains=True)
+            timed.end_layer([loss])
+        except HandedOn:
+            return None
+        finally:
+            self.tensor.leave()
+        return timed.seconds
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self.device)
+        return moved.to(memory_format=self.memory_format) if moved.ndim == 4 else moved
+
+
+class Timed:
+    """Stands for a model, and times its layers one by one: of each, only its own activations and gradients are held.
+
+    What ``forward`` does with outputs, and the loss, count for the last layer.
+
+    Args:
+        layers: of the model, in order.
+        model: has their parameters.
+        device: of the model.
+    """
+
+    training = True
+
+    def __init__(self, layers: Sequence[Layer], model: Module, device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.seconds: list[float] = []
+        self.began = 0.0
+        self.wanted: list[Tensor] = []
+        """What gradients the backward pass of the layer at work computes."""
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """The outputs of the last layer, which is still at work."""
+        value = only_value(inputs, more, again=bool(self.began))
+        for number, layer in enumerate(self.layers):
+            value = self._begin_layer(layer, value)
+            value = layer.call(value)
+            if number < len(self.layers) - 1:
+                self.end_layer(tensors_in(value))
+        return value
+
+    def _begin_layer(self, layer: Layer, value: Any) -> Any:
+        """What goes into it, cut off from what computed it."""
+        tensors = tensors_in(value)
+        anchor = torch.empty(0, requires_grad=True)
+        self.wanted = [one for one in self.parameters if id(one) in layer.held]
+        cut_off = [one.detach() for one in tensors]
+        entering = [number for number, one in enumerate(tensors) if one.requires_grad]
+        if entering:
+            entered = Entered.apply(anchor, [cut_off[number] for number in entering], [])  # type: ignore[no-untyped-call]
+            for number, one in zip(entering, entered, strict=True):
+                cut_off[number] = one
+            self.wanted.append(anchor)
+        value = rebuilt(described(value, []), cut_off)
+        synchronize(self.device)
+        self.began = time.perf_counter()
+        return value
+
+    def end_layer(self, outputs: Sequence[Tensor]) -> None:
+        """Passes back through the layer at work."""
+        back = [one for one in outputs if one.requires_grad]
+        if back and self.wanted:
+            torch.autograd.grad(back, self.wanted, [torch.ones_like(one) for one in back], allow_unused=True)
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All that a layer hands on, each once. Raises HandedOn if it hands on what stages could not."""
+    tensors: list[Tensor] = []
+    try:
+        described(value, tensors)
+    except UserError:
+        raise HandedOn from None
+    return tensors

@@ -1,0 +1,48 @@
+"""Equally many passes on all ranks, for models whose ranks meet in each: who has no batch left gets one of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from hpctrain.comm.group import Group
+from hpctrain.train.framework import HostBatch
+
+LEND = "lend a batch to those that have none"
+"""What a rank waits for."""
+
+
+def in_step(batches: Iterable[HostBatch], meeting: Group | None) -> Iterator[tuple[HostBatch, bool]]:
+    """This rank's batches, each with True; then others', with False, as long as some rank has batches. Collective.
+
+    Args:
+        batches: of this rank.
+        meeting: ranks that meet in passes; None if each makes its own.
+    """
+    if meeting is None:
+        yield from ((batch, True) for batch in batches)
+        return
+    left = iter(batches)
+    while True:
+        own = next(left, None)
+        have = meeting.gather(np.array(own is not None), "see who has batches left")
+        if not have.any():
+            return
+        lent = None if have.all() else lend(own, int(have.argmax()), meeting)
+        if own is not None:
+            yield own, True
+        elif lent is not None:
+            yield lent, False
+
+
+def lend(own: HostBatch | None, lender: int, group: Group) -> HostBatch:
+    """The batch of one rank, on all. Collective."""
+    told = {name: [list(array.shape), array.dtype.str] for name, array in (own or {}).items()}
+    shapes = group.broadcast(told, LEND, lender)
+    lent = {name: np.empty(shape, kind) for name, (shape, kind) in shapes.items()}
+    for name, array in lent.items():
+        if group.rank == lender and own is not None:
+            array[...] = own[name]
+        group.broadcast_array(array, LEND, lender)
+    return lent

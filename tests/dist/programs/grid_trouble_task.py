@@ -1,0 +1,43 @@
+"""The task of pipeline_tasks.py, in which a rank is killed, or stops for good, within a pass; once a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+from hpctrain import BaseHook, TorchTask, World
+from hpctrain.train.framework import StepResult
+from hpctrain.train.training import Training
+from tests.support.pipeline_tasks import gpt
+
+
+class Trouble(BaseHook):
+    """Of this rank, in the first block that it computes after so many updates."""
+
+    def __init__(self, kind: str, step: int, befallen: Path) -> None:
+        self.kind, self.step, self.befallen, self.is_due = kind, step, befallen, False
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        self.is_due = training.state.step == self.step
+
+    def strike(self) -> None:
+        if not self.is_due or self.befallen.exists():
+            return
+        self.befallen.touch()
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+def task(world: World, folder: str, kind: str = "", rank: int = -1, step: int = 0) -> TorchTask:
+    """``kind``: kill or hang; ``folder`` remembers it."""
+    made = gpt()
+    if world.rank != rank:
+        return made
+    trouble = Trouble(kind, step, Path(folder) / "befallen")
+    for block in made.model.blocks:
+        block.register_forward_pre_hook(lambda *_: trouble.strike())
+    return dataclasses.replace(made, hooks=[trouble])

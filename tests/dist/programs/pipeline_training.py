@@ -1,0 +1,179 @@
+"""Trains models whose layers are shared out among stages, by several plans, one run folder each; rank 0 prints what
+came out, as JSON.
+
+pipeline_training.py FOLDER [PLAN ...]
+
+With names of PLANS, those alone, for LONG updates in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain.cli import main
+from hpctrain.comm.world import connect
+from tests.support import pipeline_tasks
+
+EVERYONE = connect().everyone
+WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
+"""BatchNorm takes no single sample."""
+LONG = 50
+PLANS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "tp2": {"parallel__tensor": 2},
+    "tp4": {"parallel__tensor": 4},
+    "pp2": {"parallel__pipeline": 2},
+    "pp4": {"parallel__pipeline": 4, "train__recompute": "['blocks.*']"},
+    "tp2-pp2": {"parallel__tensor": 2, "parallel__pipeline": 2},
+    "zero": {"parallel__shard": "optimizer"},
+    "tp2-zero": {"parallel__tensor": 2, "parallel__shard": "optimizer"},
+    "fsdp": {"parallel__shard": "parameters", "train__recompute": "['blocks.*']"},
+    "fsdp-tp2": {"parallel__shard": "parameters", "parallel__tensor": 2},
+    "tp2-horovod": {"parallel__tensor": 2, "reduce__kind": "horovod"},
+    "pp2-horovod": {"parallel__pipeline": 2, "reduce__kind": "horovod"},
+}
+"""Keys of the run file; the data axis has what ranks remain."""
+
+
+class Watcher(BaseHook):
+    """Losses of the global batches, and what ranks have."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.drawn: list[dict[str, str]] = []
+        self.ranks: list[Any] = []
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        sums = result.sums()
+        total, weight = training.world.data.sum(np.array(sums["loss"]), "average the loss")
+        self.losses.append(float(total / weight))
+        if "grad_norm" in sums:
+            self.norms.append(sums["grad_norm"][0])
+        blocks = getattr(training.framework.model, "blocks", ())  # type: ignore[attr-defined]
+        own = {number: block for number, block in enumerate(blocks) if any(True for _ in block.parameters())}
+        drawn = {str(number): block.drawn for number, block in own.items() if block.drawn}
+        self.drawn = EVERYONE.allgather(drawn, "compare what was dropped")
+
+    def after_fit(self, training: Training, reason: Any) -> None:
+        framework, world = training.framework, training.world
+        held = sum(one.numel() for one in framework.model.parameters())  # type: ignore[attr-defined]
+        own = [world.pipeline.rank, world.tensor.rank, framework.weights_hash(), held, framework.reducer_name]
+        self.ranks = EVERYONE.allgather(own, "compare the ranks")
+
+
+class Drift(BaseHook):
+    """Weights changed on the last rank after the first step."""
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
+            with torch.no_grad():
+                next(training.framework.model.parameters()).view(-1)[0] += 1e-12  # type: ignore[attr-defined]
+
+
+def run(
+    folder: Path, name: str, steps: int = 6, task: str = "gpt", drifts: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """One attempt of a run; keys of the run file have __ for the dot. The last batch of an epoch has one sample."""
+    watcher = Watcher()
+    base = {
+        "name": name,
+        "task": f"{pipeline_tasks.__file__}:{task}",
+        "run_dir": folder / name,
+        "train.steps": steps,
+        "train.global_batch": 7,
+        "train.accumulate": 3,
+        "train.clip_norm": 0.5,
+        "train.ema_decay": 0.9,
+        "reduce.kind": "mpi",
+        "reduce.verify_every_steps": 1,
+        "monitor.enabled": "false",
+        "checkpoint.interval": "none",
+        "checkpoint.verify_replicated": "true",
+        "checkpoint.keep_last": 6,
+        "track.every_steps": 100,
+    }
+    given = base | {key.replace("__", "."): value for key, value in keys.items()}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    try:
+        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
+    except HpctrainError as error:
+        return {"error": str(error)}
+    return {**vars(watcher), "metrics": dict(summary.metrics), "step": summary.step}
+
+
+def predict(folder: Path, name: str, **parallel: int) -> None:
+    """As ``hpctrain predict`` does, from the end of a run, over the validation data."""
+    keys = [word for key, size in parallel.items() for word in (f"--parallel.{key}", str(size))]
+    assert main(["predict", str(folder / name / "run.yaml"), *keys]) == 0, name
+
+
+def on_four_ranks(folder: Path) -> dict[str, Any]:
+    """All scenarios, by name."""
+    two: dict[str, Any] = {"parallel__pipeline": 2}
+    found = {
+        "pp2-dp2": run(folder, "pp2-dp2", **two, reduce__kind="horovod", monitor__enabled="true"),
+        "pp4": run(folder, "pp4", parallel__pipeline=4, train__recompute="['blocks.*']"),
+        "tp2-pp2": run(folder, "tp2-pp2", **two, parallel__tensor=2),
+        "sharded": run(folder, "sharded", **two, parallel__shard="optimizer"),
+        "auto": run(folder, "auto", **two, reduce__kind="auto", train__clip_norm="null"),
+        "adagrad": run(folder, "adagrad", **two, task_args__optimizer="adagrad"),
+        "norms": run(folder, "norms", parallel__pipeline=4, **WITH_NORMS),
+        "fp16": run(folder, "fp16", steps=3, **two, task_args__dtype="float32", train__precision="fp16"),
+        "noisy": run(folder, "noisy", steps=3, **two, task_args__dropout=0.5),
+        "begun": run(folder, "noisy-again", steps=2, **two, task_args__dropout=0.5),
+        "ended": run(folder, "noisy-again", steps=3, **two, task_args__dropout=0.5),
+        "initial": run(folder, "initial", steps=1, **two, checkpoint__init_from=folder / "pp4"),
+        "drifted": run(folder, "drifted", **two, drifts=True, train__clip_norm="null"),
+        "astray": run(folder, "astray", steps=1, task="astray", **two),
+        "few": run(folder, "few", task="sequential", parallel__pipeline=4),
+    }
+    predict(folder, "tp2-pp2", tensor=2, pipeline=2)
+    plans: list[dict[str, int]] = [{"pipeline": 2}, {}, {"tensor": 2, "pipeline": 2}, {"pipeline": 4}]
+    for step, plan in enumerate(plans, start=2):
+        keys = {f"parallel__{key}": size for key, size in plan.items()}
+        found[f"chain-{step}"] = run(folder, "chain", steps=step, **keys)
+    return found
+
+
+def in_float32(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Plans, each with uneven micro-batches, clipping, weight decay on matrices alone and moving averages."""
+    found = {}
+    for name in names:
+        own = PLANS[name] if EVERYONE.size > 1 else {}
+        if own.get("parallel__shard") or EVERYONE.size == 1:
+            own = own | {"reduce__kind": "auto", "reduce__verify_every_steps": "null"}
+        label = f"{name}-{EVERYONE.size}"
+        found[label] = run(folder, label, LONG, task_args__dtype="float32", **own)
+    return found
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """What one process comes to, and the end of what four ranks began."""
+    found = {
+        "alone": run(folder, "alone"),
+        "alone-unclipped": run(folder, "alone-unclipped", train__clip_norm="null"),
+        "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),
+        "alone-norms": run(folder, "alone-norms", **WITH_NORMS),
+        "alone-initial": run(folder, "alone-initial", steps=1, checkpoint__init_from=folder / "alone"),
+        "chain-6": run(folder, "chain"),
+    }
+    predict(folder, "alone")
+    return found
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    if sys.argv[2:]:
+        everything = in_float32(given, sys.argv[2:])
+    else:
+        everything = (on_four_ranks if EVERYONE.size == 4 else alone)(given)
+    if EVERYONE.rank == 0:
+        print(json.dumps(everything))

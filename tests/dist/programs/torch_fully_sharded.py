@@ -1,0 +1,411 @@
+"""Trains models with sharded parameters on these ranks, once a scenario; rank 0 writes what came out, as JSON.
+
+torch_fully_sharded.py FOLDER [SCENARIO ...]
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
+from hpctrain.checkpoint.verify import verify_checkpoint
+from hpctrain.cli import main as command
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World, alone, connect, from_communicator
+from hpctrain.config.sections import ParallelConfig
+from hpctrain.errors import RunFailed
+from hpctrain.parallel.torch_exchange import Exchange, Waiting, over_gloo, over_nccl
+from hpctrain.parallel.torch_group import DefaultGroup
+from hpctrain.train.clock import NO_CLOCK
+from hpctrain.train.state import StateTensor
+from hpctrain.train.stateful import value_of
+from tests.support import tensor_tasks, torch_sharded
+from tests.support.attempts import attempt, furthest
+from tests.support.torch_tasks import (
+    adagrad,
+    global_batches,
+    in_float64,
+    make_framework,
+    mean_loss,
+    train,
+    weighted_loss,
+)
+
+PARAMETERS, OPTIMIZER, WHOLE = (ParallelConfig(shard=each) for each in ("parameters", "optimizer", "none"))
+HYBRID = ParallelConfig(tensor=2, shard="parameters")
+GPT = "tests.support.tensor_tasks:numbered"
+STAGES = "tests.support.pipeline_tasks:numbered"
+UPDATES = 6
+STATE = ("model/", "ema/", "optimizer/")
+
+
+def parts_of(world: World) -> dict[int, World]:
+    """The first ranks as worlds of their own, by how many; others are not to use them."""
+    comm = world.everyone.comm
+    assert comm is not None
+    return {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in (1, 2, 4)}
+
+
+def difference(found: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """Of all numbers of two states, or infinite if they have not the same names."""
+    if found.keys() != wanted.keys():
+        return float("inf")
+    return furthest(list(found.values()), [wanted[name] for name in found])
+
+
+def plans(world: World, folder: Path) -> dict[str, Any]:
+    """A GPT with tied weights, several ways, and a run that goes on at another plan after each step; beside one
+    process."""
+    parts = parts_of(world)
+    tries = [
+        ("two", 2, PARAMETERS, {}),
+        ("four", 4, PARAMETERS, {}),
+        ("recompute", 4, PARAMETERS, {"recompute": ("blocks.*",)}),
+        ("hybrid", 4, HYBRID, {}),
+    ]
+    chain = [(2, PARAMETERS), (4, WHOLE), (2, OPTIMIZER), (4, HYBRID), (2, PARAMETERS), (1, PARAMETERS)]
+    found: dict[str, Any] = {}
+    wanted_ids, wanted = attempt(parts[1], folder / "alone", WHOLE, GPT, UPDATES) if world.rank == 0 else ([], {})
+    for name, size, parallel, settings in tries:
+        if world.rank < size:
+            ids, state = attempt(parts[size], folder / name, parallel, GPT, UPDATES, **settings)
+            found[name] = {"ids": ids == wanted_ids, "difference": difference(state, wanted)}
+        world.everyone.barrier("end a run")
+    ids_of_chain: list[list[int]] = []
+    for last, (size, parallel) in enumerate(chain, start=1):
+        if world.rank < size:
+            ids, state = attempt(parts[size], folder / "chain", parallel, GPT, UPDATES, last)
+            ids_of_chain += ids
+        world.everyone.barrier("end an attempt")
+    if world.rank == 0:
+        found["chain"] = {"ids": ids_of_chain == wanted_ids, "difference": difference(state, wanted)}
+        found["problems"] = verify_checkpoint(CheckpointStore(folder / "two" / "checkpoints"), UPDATES).problems
+        shapes = []
+        for name in ("alone", "hybrid"):
+            arrays = CheckpointStore(folder / name / "checkpoints").load(UPDATES).arrays
+            shapes.append({key: arrays[key].shape for key in arrays if key.startswith(STATE)})
+        found["shapes"] = {"number": len(shapes[0]), "same": shapes[0] == shapes[1]}
+    return found
+
+
+EXCHANGED = {
+    "tensor": (4, ParallelConfig(tensor=4), GPT),
+    "tensor-data": (4, ParallelConfig(tensor=2), GPT),
+    "classes": (2, ParallelConfig(tensor=2), "tests.support.tensor_tasks:classes"),
+    "pipeline": (2, ParallelConfig(pipeline=2), STAGES),
+    "pipeline-data": (4, ParallelConfig(pipeline=2), STAGES),
+    "four-stages": (4, ParallelConfig(pipeline=4), STAGES),
+    "tensor-pipeline": (4, ParallelConfig(tensor=2, pipeline=2), STAGES),
+}
+"""Ranks, plan and task of runs whose ranks exchange tensors as they would on GPUs."""
+
+
+def exchanges(world: World, folder: Path) -> dict[str, Any]:
+    """Models cut, and in stages, by process groups of torch, with micro-batches that are uneven, some fewer than
+    stages; beside one process."""
+    parts = parts_of(world)
+    settings = {"global_batch": 7, "accumulate": 3}
+    wanted = {}
+    if world.rank == 0:
+        for name, task in (("layers", GPT), ("stages", STAGES)):
+            wanted[task] = attempt(parts[1], folder / f"one-{name}", WHOLE, task, UPDATES, **settings)
+    found: dict[str, Any] = {}
+    for name, (size, parallel, task) in EXCHANGED.items():
+        opened: list[str] = []
+
+        def open_exchange(group: Group, device: torch.device, waiting: Waiting, opened: Any = opened) -> Exchange:
+            opened.append(group.name)
+            return (over_nccl if device.type == "cuda" else over_gloo)(group, device, waiting, 60.0)
+
+        if world.rank < size:
+            run = folder / f"exchange-{name}"
+            ids, state = attempt(parts[size], run, parallel, task, UPDATES, open_exchange=open_exchange, **settings)
+            if world.rank == 0:
+                of_one = wanted[STAGES if task == STAGES else GPT]
+                found[name] = {
+                    "ids": ids == of_one[0],
+                    "difference": difference(state, of_one[1]),
+                    "opened": opened,
+                }
+        world.everyone.barrier("end a run")
+    return found
+
+
+def uneven(world: World, folder: Path) -> dict[str, Any]:
+    """A model whose sizes divide by nothing, with a number, a frozen and an unused parameter, over batches the last of
+    which has fewer samples than there are ranks; beside one process."""
+
+    def trained(ranks: World, loss: Any, made: Any, clip: float | None) -> tuple[list[float], list[StateTensor]]:
+        parallel, kind = (WHOLE, "none") if ranks.size == 1 else (PARAMETERS, "auto")
+        framework = make_framework(
+            ranks, torch_sharded.model, loss, made, in_float64, parallel=parallel, accumulate=2, clip_norm=clip,
+            ema_decay=0.9, reduce={"kind": kind},
+        )  # fmt: skip
+        losses = train(framework, 8, 2)
+        state = [each for each in framework.state() if each.name.startswith(STATE)]
+        framework.close()
+        return losses, state
+
+    def one(loss: Any, made: Any, clip: float | None = 0.05) -> dict[str, Any]:
+        wanted, whole = trained(alone(), loss, made, clip)
+        losses, mine = trained(world, loss, made, clip)
+        values = {each.name: value_of(each) for each in whole}
+        distance, held = furthest([np.array(losses)], [np.array(wanted)]), {name: 0 for name in values}
+        for each in mine:
+            begin, value = each.cut.begin if each.cut else (0,) * len(each.shape), value_of(each)
+            there = tuple(slice(at, at + size) for at, size in zip(begin, value.shape, strict=True))
+            distance = max(distance, furthest([value], [values[each.name][there]]))
+            held[each.name] += value.size
+        everywhere = world.data.allgather([distance, held], "compare")
+        return {
+            "difference": max(each for each, _ in everywhere),
+            "largest": [max(held[name] for _, held in everywhere) for name in values],
+            "together": [sum(held[name] for _, held in everywhere) for name in values],
+            "whole": [value.size for value in values.values()],
+        }
+
+    adamw, plain = torch_sharded.BY_ROWS["AdamW"], torch_sharded.BY_ROWS["SGD"]
+    # AdamW and clipping would not see gradients that are a multiple of what they should be.
+    weighted = one(weighted_loss, plain, clip=None)
+    return {"mean": one(mean_loss, adamw), "weighted": weighted, "adagrad": one(mean_loss, adagrad)}
+
+
+class Layers(nn.Module):
+    """Layers of torch that do more with their weights than to call their parts, some of them twice; and one for points
+    that are far out, of which a rank may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = nn.Linear(12, 12)
+        self.points = nn.Linear(3, 8)
+        self.points.weight = nn.Parameter(self.points.weight.detach().t().contiguous().t())  # not contiguous
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+        self.memory = nn.LSTM(8, 8, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, points: Tensor) -> Tensor:
+        """[n, 3]."""
+        if (far := points[:, :1] > 1.5).any():
+            points = torch.where(far, self.far(points), points)
+        found, _ = self.memory(self.encoder(self.points(points.view(-1, 4, 3))))
+        hidden: Tensor = self.normed(found.mean(1))
+        return self.head(hidden) + self.head(-2 * hidden)
+
+
+def slope(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A gradient of the model, of which the loss is made."""
+    points = batch["x"].double().requires_grad_()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+    return found[:, :3]
+
+
+def layers(world: World, folder: Path) -> dict[str, Any]:
+    """What torch's own layers come to, beside one process, and what is said of a loss that holds gradients."""
+    losses = []
+    for ranks, parallel in ((alone(), WHOLE), (world, PARAMETERS)):
+        framework = make_framework(ranks, lambda: Layers().double(), forward=in_float64, parallel=parallel)
+        losses.append(np.array(train(framework, UPDATES)))
+        framework.close()
+    framework = make_framework(world, lambda: Layers().double(), forward=slope, parallel=PARAMETERS)
+    said = ""
+    try:
+        framework.dry_call({name: array[:3] for name, array in next(global_batches(1)).items()})
+    except UserError as error:
+        said = error.what
+    framework.close()
+    return {"difference": furthest(losses[1:], losses[:1]), "said": world.data.allgather(said, "compare")}
+
+
+class Choosing(nn.Module):
+    """Layers, of which a forward pass takes some."""
+
+    def __init__(self, chosen: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)])
+        self.head = nn.Linear(12, 3)
+        self.chosen = chosen
+
+    def forward(self, points: Tensor) -> Tensor:
+        """[n, 3]."""
+        for number in self.chosen:
+            points = torch.tanh(self.layers[number](points))
+        if len(self.chosen) > 2:
+            with torch.no_grad():
+                self.head.weight.clamp_(-0.1, 0.1)
+        found: Tensor = self.head(points)
+        return found
+
+
+def apart(world: World, folder: Path) -> dict[str, Any]:
+    """What is said where ranks compute different layers, or not equally many, and of parameters with other memory, or
+    changed in a forward pass."""
+    first = world.rank == 0
+    chosen = {"order": [0, 1] if first else [1, 0], "number": [0, 1] if first else [0], "memory": [0, 1]}
+    chosen["changed"] = [0, 1, 1]
+    said = {}
+    for name, numbers in chosen.items():
+        framework = make_framework(world, functools.partial(Choosing, numbers), parallel=PARAMETERS)
+        try:
+            for _ in range(2):
+                train(framework, 1)
+                for parameter in framework.model.parameters():
+                    parameter.data = parameter.data.clamp(-0.1, 0.1)
+        except UserError as error:
+            said[name] = error.what
+        framework.close()
+    return {"said": world.data.allgather(said, "compare")}
+
+
+def groups(world: World, folder: Path) -> dict[str, Any]:
+    """Sums over process groups of torch, one after the other; groups beside each other know nothing of each other."""
+    half = world.everyone.split("half", world.rank % 2)
+    sums = []
+    for group in (world.everyone, half):
+        with closing(DefaultGroup(group, torch.device("cpu"), timeout_s=60.0)):
+            values = torch.arange(3.0) + world.rank
+            torch.distributed.all_reduce(values)
+            sums.append(values.tolist())
+    everywhere = world.everyone.allgather(sums, "compare")
+    return {"sums": everywhere, "is_open": torch.distributed.is_initialized()}
+
+
+def lost(world: World, folder: Path) -> dict[str, Any]:
+    """What the first rank says of each wait for one that does not come, and of one for a rank that has ended."""
+    waits: dict[str, Callable[[Exchange], Any]] = {
+        "sum": lambda exchange: exchange.sum(torch.ones(3), torch.float32, "add up something"),
+        "gather": lambda exchange: exchange.gather(torch.ones(3), "gather something"),
+        "receive": lambda exchange: exchange.expect(torch.ones(3), 1, 0)("send something"),
+        "send": lambda exchange: (exchange.post(torch.ones(4_000_000), 1, 0), exchange.settle("take something")),
+        "ended": lambda exchange: exchange.sum(torch.ones(3), torch.float32, "add up something"),
+    }
+    pair = world.everyone.part("pair", world.rank < 2)
+    said = {}
+    for name, wait in waits.items():
+        if pair is not None:
+            patience_s = 60.0 if name == "ended" else 0.5
+            exchange = over_gloo(pair, torch.device("cpu"), Waiting(NO_CLOCK), patience_s)
+            exchange.sum(torch.ones(1), torch.float32, "meet")
+            if name == "ended" and pair.rank:
+                exchange.ranks.abort()  # as the end of its process would close its connections
+                exchange.close()
+                del exchange
+            elif not pair.rank:
+                try:
+                    wait(exchange)
+                except RunFailed as error:
+                    said[name] = error.what
+            pair.barrier("end a wait")
+    return said
+
+
+class Watcher(BaseHook):
+    """Losses of the global batches."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.reducer: str | None = None
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
+        self.losses.append(float(total / weight))
+        self.reducer = training.framework.reducer_name
+
+
+def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, Any]:
+    """A run as a run file describes it; keys have __ for the dot."""
+    watcher = Watcher()
+    base = {
+        "name": name,
+        "task": f"{tensor_tasks.__file__}:{task}",
+        "run_dir": folder / name,
+        "train.steps": 3,
+        "train.global_batch": 6,
+        "train.accumulate": 2,
+        "parallel.shard": "parameters",
+        "monitor.enabled": "false",
+        "checkpoint.interval": "none",
+        "track.every_steps": 100,
+    }
+    given = base | {key.replace("__", "."): value for key, value in keys.items()}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    try:
+        summary = fit(load_config(None, words), hooks=[watcher])
+    except HpctrainError as error:
+        return {"error": str(error)}
+    return {"losses": watcher.losses, "reducer": watcher.reducer, "metrics": dict(summary.metrics)}
+
+
+def runs(world: World, folder: Path) -> dict[str, Any]:
+    """By ``fit`` and commands: precisions, weights to begin with, predictions, what is refused."""
+    low = {"task_args__dtype": "float32", "train__steps": 2}
+    found = {
+        "whole": run(folder, "whole", parallel__shard="none", reduce__kind="mpi"),
+        "run": run(folder, "run", monitor__enabled="true"),
+        "initial": run(folder, "initial", train__steps=1, checkpoint__init_from=folder / "run"),
+        "initial-whole": run(
+            folder,
+            "initial-whole",
+            parallel__shard="none",
+            reduce__kind="mpi",
+            train__steps=1,
+            checkpoint__init_from=folder / "run",
+        ),
+        "bf16": run(folder, "bf16", **low, train__precision="bf16"),
+        "fp16": run(folder, "fp16", **low, train__precision="fp16", train__clip_norm=0.5),
+        "adafactor": run(folder, "adafactor", task_args__optimizer="adafactor"),
+    }
+    for name in ("whole", "run"):
+        assert command(["predict", str(folder / name / "run.yaml")]) == 0, name
+    found["opened"] = run(folder, "opened", task="opening")
+    torch.distributed.destroy_process_group()
+    if world.rank == 0:
+        predicted = [load_hdf5(folder / name / "predictions.h5") for name in ("whole", "run")]
+        found["run"]["predicted"] = furthest(predicted[1:], predicted[:1])
+    return found
+
+
+def load_hdf5(path: Path) -> Any:
+    """The outputs in a file of predictions."""
+    with h5py.File(path) as file:
+        return file["output"][...]
+
+
+SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
+    each.__name__: each for each in (plans, exchanges, lost, uneven, layers, apart, groups, runs)
+}
+
+
+def main() -> None:
+    """Rank 0 writes."""
+    torch.set_num_threads(1)
+    world = connect()
+    found = {}
+    for name in sys.argv[2:] or SCENARIOS:
+        begin = time.perf_counter()
+        found[name] = SCENARIOS[name](world, Path(sys.argv[1]))
+        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+    if world.rank == 0:
+        (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        connect().everyone.comm.Abort(1)  # type: ignore[union-attr]

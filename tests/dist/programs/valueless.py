@@ -1,0 +1,68 @@
+"""Trains a large model that begins with the weights of a file, on two ranks that share it out, made on the meta device
+and with values; rank 0 prints losses, and what was held at most, as JSON.
+
+valueless.py FOLDER WEIGHTS WIDTH
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain import BaseHook, StepResult, Training, fit, load_config
+from hpctrain.comm.world import connect
+from tests.support.valueless_tasks import words
+
+EVERYONE = connect().everyone
+
+
+def held(what: str) -> int:
+    """Bytes of memory of this process: VmRSS, what it has now, or VmHWM, the most that it has had."""
+    found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def begin_again() -> int:
+    """What is held once all is freed that can be; from here on the most is looked for."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return held("VmRSS")
+
+
+class Watcher(BaseHook):
+    """Losses, and what came to be held by the end of the first step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.before = begin_again()
+        self.added: list[int] = []
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        total, weight = result.sums()["loss"]
+        self.losses.append(float(total / weight))
+        self.added = self.added or EVERYONE.allgather(held("VmHWM") - self.before, "compare what they hold")
+
+
+def main(folder: Path, weights: Path, width: int) -> dict[str, Any]:
+    """By how the ranks share out the model, and whether it is on the meta device."""
+    fit(load_config(None, words(folder, "small", None, 2, reduce__kind="mpi")))  # loads all modules
+    found: dict[str, Any] = {}
+    for is_meta in ("true", "false"):
+        for axis in ("tensor", "pipeline"):
+            watcher = Watcher()
+            keys = {f"parallel__{axis}": 2, "task_args__meta": is_meta, "task_args__width": width}
+            name = f"{axis}-{is_meta}"
+            fit(load_config(None, words(folder, name, weights, 3, **keys)), hooks=[watcher])
+            found[name] = {"losses": watcher.losses, "added": watcher.added}
+    return found
+
+
+if __name__ == "__main__":
+    everything = main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    if EVERYONE.rank == 0:
+        print(json.dumps(everything))

@@ -1,0 +1,67 @@
+"""Ranks of every plan read the part of a checkpoint that they hold, and agree on which checkpoint that is."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.format.shard import SUMMED_BYTES
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "checkpoint_reading.py"
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.world_size(2)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
+    """What each run's ranks have read: bytes, those of their weights and optimizer, and manifests; launched once."""
+
+    @functools.cache
+    def launched() -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("reading")
+        said = mpirun(2, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
+        return json.loads(said.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+    return launched
+
+
+@pytest.mark.parametrize(("plan", "edges"), [("tensor-again", 0), ("pipeline", 0), ("parameters", 8)])
+def test_a_resume_reads_what_a_rank_holds(found: Callable[[], dict[str, Any]], plan: str, edges: int) -> None:
+    """Each from the checkpoint of the one before it: columns that are put together, rows that are cut.
+
+    Where a rank's rows end within what was written in one piece, the rest of a block is read as well.
+    """
+    for read, weights, slots, _ in found()[f"{plan}-resumed"]:
+        assert weights + slots <= read < 1.01 * (weights + slots) + edges * SUMMED_BYTES
+
+
+@pytest.mark.parametrize(
+    "run", ["pipeline-from-whole", "parameters-from-whole.safetensors", "tensor-from-whole.safetensors"]
+)
+def test_initial_weights_are_read_as_far_as_a_rank_holds_them(found: Callable[[], dict[str, Any]], run: str) -> None:
+    for read, weights, _, _ in found()[run]:
+        assert weights <= read < 1.1 * weights
+
+
+def test_columns_of_what_was_saved_by_rows_take_the_reading_of_these_rows(found: Callable[[], dict[str, Any]]) -> None:
+    """Checksums are of bytes in a row: half of the matrices are cut by columns, and read whole."""
+    for read, weights, slots, _ in found()["tensor-resumed"]:
+        assert 1.5 * (weights + slots) <= read < 1.6 * (weights + slots)
+
+
+def test_one_rank_reads_the_manifest_for_all(found: Callable[[], dict[str, Any]]) -> None:
+    for name, ranks in found().items():
+        if name not in ("damaged", "whole"):
+            assert [manifests > 0 for *_, manifests in ranks] == ["safetensors" not in name, False], name
+
+
+def test_damage_that_one_rank_meets_moves_all_to_the_checkpoint_before(found: Callable[[], dict[str, Any]]) -> None:
+    """Else ranks would begin with parts of different checkpoints."""
+    assert found()["damaged"] == ["1", "1"]

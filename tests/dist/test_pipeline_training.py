@@ -1,0 +1,160 @@
+"""Stages that share out a model's layers train as one process does, and their checkpoints fit any other plan."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain import CheckpointStore
+from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint.verify import verify_checkpoint
+from hpctrain.cli import main
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "pipeline_training.py"
+ROOT = Path(__file__).parents[2]
+ALONE = {
+    **dict.fromkeys(("pp2-dp2", "pp4", "tp2-pp2", "sharded", "chain"), "alone"),
+    "auto": "alone-unclipped",
+    "adagrad": "alone-adagrad",
+    "norms": "alone-norms",
+    "initial": "alone-initial",
+}
+"""The run of one process that a run of four must equal."""
+STATE = ("model/", "optimizer/", "ema/")
+
+pytestmark = pytest.mark.world_size(4)
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, Found]]:
+    """The folder of all runs, and what came out of each; launched once."""
+
+    @functools.cache
+    def launched() -> tuple[Path, Found]:
+        folder = tmp_path_factory.mktemp("stages")
+        results: Found = {}
+        for ranks in (4, 1):
+            said = mpirun(ranks, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm="torch")
+            results |= json.loads(said.stdout.strip().splitlines()[-1])
+        return folder, results
+
+    return launched
+
+
+def require_same_state(folder: Path, name: str, step: int = 6) -> None:
+    """Weights, averages, statistics and the optimizer's slots are those of one process, each as a whole tensor."""
+    found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
+    wanted = CheckpointStore(folder / ALONE[name] / "checkpoints").load(step).arrays
+    names = [key for key in wanted if key.startswith(STATE)]
+    assert len(names) > 30
+    assert set(names) == {key for key in found if key.startswith(STATE)}
+    for key in names:
+        np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE if name not in ("chain", "initial")])
+def test_stages_train_as_one_process_does(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+    """With uneven micro-batches, fewer of them than stages, and none; clipping, weight decay on matrices alone, moving
+    averages, a loss that is a sum and a weight."""
+    folder, results = found()
+    one = results[ALONE[name]]
+    np.testing.assert_allclose(results[name]["losses"], one["losses"], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(results[name]["norms"], one["norms"], rtol=0, atol=1e-12)
+    assert len(one["losses"]) == 6
+    np.testing.assert_allclose(results[name]["metrics"]["loss"], one["metrics"]["loss"], rtol=0, atol=1e-12)
+    require_same_state(folder, name)
+
+
+@pytest.mark.parametrize("name", ["pp2-dp2", "pp4", "tp2-pp2"])
+def test_each_rank_has_the_parameters_of_its_stage(found: Callable[[], tuple[Path, Found]], name: str) -> None:
+    """The same bits on all ranks with equal places, and all of the model on the stages together."""
+    ranks = found()[1][name]["ranks"]
+    ((_, _, _, whole, _),) = found()[1]["alone"]["ranks"]
+    places: dict[tuple[int, int], set[str]] = {}
+    for stage, tensor, weights, _, _ in ranks:
+        places.setdefault((stage, tensor), set()).add(weights)
+    assert all(len(weights) == 1 for weights in places.values())
+    if name != "tp2-pp2":
+        of_stage = {stage: held for stage, _, _, held, _ in ranks}
+        assert sum(of_stage.values()) == whole
+        assert max(of_stage.values()) < 0.6 * whole
+
+
+def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    assert {reducer for *_, reducer in results["pp2-dp2"]["ranks"]} == {"horovod-flat"}
+    assert len({reducer for *_, reducer in results["auto"]["ranks"]}) == 1
+    assert {reducer for *_, reducer in results["pp4"]["ranks"]} == {"none"}
+
+
+def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
+    """Two stages, one, two with cut layers, four, and one process: the same samples, and the same state in the end."""
+    folder, results = found()
+    losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
+    np.testing.assert_allclose(losses, results["alone"]["losses"], rtol=0, atol=1e-12)
+    require_same_state(folder, "chain")
+    assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
+
+
+def test_exported_weights_are_those_of_the_whole_model(found: Callable[[], tuple[Path, Found]], tmp_path: Path) -> None:
+    folder, _ = found()
+    whole = CheckpointStore(folder / "pp4" / "checkpoints").load(6).arrays
+    path = tmp_path / "weights.safetensors"
+    assert main(["ckpt", "export", str(folder / "pp4"), "-o", str(path)]) == 0
+    arrays, _ = safetensors.read(path)
+    assert sorted(arrays) == sorted(name[6:] for name in whole if name.startswith("model/"))
+    for name in arrays:
+        np.testing.assert_array_equal(arrays[name], whole[f"model/{name}"])
+
+
+def test_initial_weights_go_to_their_stages(found: Callable[[], tuple[Path, Found]]) -> None:
+    folder, results = found()
+    np.testing.assert_allclose(results["initial"]["losses"], results["alone-initial"]["losses"], rtol=0, atol=1e-12)
+    assert results["initial"]["losses"][0] < results["alone"]["losses"][3]
+    require_same_state(folder, "initial", 1)
+    told = [json.loads(line) for line in (folder / "initial" / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in told if event["event"] == "initial_weights"]
+    wanted = CheckpointStore(folder / "alone" / "checkpoints").load(6).arrays
+    assert sorted(event["taken"]) == sorted(name[6:] for name in wanted if name.startswith("model/"))
+    assert event["unexpected"] == event["missing"] == []
+
+
+def test_predictions_are_those_of_the_last_stage(found: Callable[[], tuple[Path, Found]]) -> None:
+    folder, _ = found()
+    predicted = []
+    for name in ("tp2-pp2", "alone"):
+        with h5py.File(folder / name / "predictions.h5") as file:
+            predicted.append(file["output"][...])
+    np.testing.assert_allclose(predicted[0], predicted[1], rtol=0, atol=1e-12)
+
+
+def test_dropout_differs_between_stages_and_goes_on_after_a_resume(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    drawn = [bits for rank in results["noisy"]["drawn"] for bits in rank.values()]
+    assert len(drawn) == 8  # four blocks, for each of two data ranks
+    assert len(set(drawn)) == 8
+    assert results["begun"]["losses"] + results["ended"]["losses"] == results["noisy"]["losses"]
+    assert results["ended"]["ranks"] == results["noisy"]["ranks"]
+    assert results["ended"]["drawn"] == results["noisy"]["drawn"]
+
+
+def test_half_precision_stays_near(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    np.testing.assert_allclose(results["fp16"]["losses"], results["alone"]["losses"][:3], rtol=0.02)
+    assert results["fp16"]["norms"][0] == pytest.approx(results["alone"]["norms"][0], rel=0.02)
+
+
+def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Found]]) -> None:
+    results = found()[1]
+    assert "after step 2 the weights of rank 3 differ from those of rank 2" in results["drifted"]["error"]
+    assert "ranks 0 and 2, which are stages of one model, got different samples" in results["astray"]["error"]
+    assert "parallel.pipeline is 4, and the model has 3 layers with parameters to train" in results["few"]["error"]

@@ -1,0 +1,99 @@
+"""Stages take equally long, whatever number of parameters they have, and a resumed run keeps them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.run.events import RunStarted
+from hpctrain.run.view import RunView
+from tests.support import uneven_stages
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "stage_times.py"
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.world_size(2)
+Launched = Callable[[], tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """The folder of all runs, and what came out of each; launched once."""
+
+    @functools.cache
+    def launched() -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("uneven")
+        said = mpirun(2, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=120, warm="torch")
+        return folder, json.loads(said.stdout.strip().splitlines()[-1])
+
+    return launched
+
+
+def layers(folder: Path, name: str) -> list[tuple[int, ...]]:
+    """Of the stages in each attempt of a run."""
+    return [event.layers for event in RunView(folder / name).history().all(RunStarted)]
+
+
+def test_stages_are_cut_where_their_times_are_equal(found: Launched) -> None:
+    """The first layer takes longer than all others together; all have equally many parameters."""
+    folder, _ = found()
+    assert layers(folder, "timed") == [(1, uneven_stages.LAYERS - 1)]
+    noted = json.loads((folder / "timed" / "run.json").read_text())["stages"]
+    assert noted["layers"] == [1, uneven_stages.LAYERS - 1] and noted["pipeline"] == 2
+    assert noted["seconds"][0] >= uneven_stages.PAUSE_S > 5 * max(noted["seconds"][1:])
+
+
+def test_what_was_timed_trains_as_one_process_does(found: Launched) -> None:
+    """Each layer has passed twice in an update, and its counter knows of nothing else."""
+    _, results = found()
+    model, samples = uneven_stages.chain(slow=-1), uneven_stages.data()
+    optimizer = uneven_stages.optimizer_of(model)
+    losses = []
+    for _ in range(4):
+        loss = functional.mse_loss(model(torch.from_numpy(samples["x"])), torch.from_numpy(samples["y"]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    np.testing.assert_allclose(results["timed"]["losses"], losses, rtol=0, atol=1e-12)
+    first, second = results["timed"]["passes"]
+    assert first == {"0.passes": 8}
+    assert second == {f"{number}.passes": 8 for number in range(1, uneven_stages.LAYERS)}
+
+
+def test_a_resumed_run_keeps_its_stages_and_their_random_numbers(found: Launched) -> None:
+    """Another layer takes longer by then, as a run that begins then finds."""
+    folder, results = found()
+    assert layers(folder, "other") == [(uneven_stages.LAYERS - 1, 1)]
+    assert layers(folder, "again") == [(1, uneven_stages.LAYERS - 1)] * 2
+    assert results["begun"]["losses"] + results["ended"]["losses"] == results["noisy"]["losses"]
+
+
+def test_a_task_says_which_layers_each_stage_has(found: Launched) -> None:
+    folder, results = found()
+    assert layers(folder, "given") == [(4, 2)]
+    np.testing.assert_allclose(results["given"]["losses"], results["timed"]["losses"], rtol=0, atol=1e-12)
+    assert "stages" not in json.loads((folder / "given" / "run.json").read_text())
+    said = "layers= of the task gives the layers of 3 stages, and parallel.pipeline is 2"
+    assert said in results["three"]["error"]
+
+
+def test_operations_of_all_stages_are_counted(found: Launched) -> None:
+    """Products of a vector and a matrix in each layer: forward, and twice that backward; a mean over both stages."""
+    folder, _ = found()
+    data = RunView(folder / "timed").history()
+    started = data.last(RunStarted)
+    assert started is not None and started.peak_flops_per_s is not None
+    assert started.flops_per_sample == 3 * uneven_stages.LAYERS * 2 * uneven_stages.WIDTH**2 / 2
+    rates, used = data.train["samples_per_s"].value, data.train["mfu"].value
+    assert len(used) == 2
+    assert used == pytest.approx(rates * started.flops_per_sample / started.peak_flops_per_s, rel=1e-9)

@@ -1,0 +1,157 @@
+"""Parameters sharded by rows on real MPI ranks: the numbers of one process, a part of the state on each rank, and
+checkpoints that fit any other plan."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.mpi import mpirun
+
+PROGRAM = Path(__file__).parent / "programs" / "torch_fully_sharded.py"
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.world_size(4)
+Results = Callable[[], Any]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """All scenarios, run once."""
+
+    @functools.cache
+    def run() -> Any:
+        folder = tmp_path_factory.mktemp("fully-sharded")
+        mpirun(4, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
+        return json.loads((folder / "found.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("plan", ["two", "four", "recompute", "hybrid"])
+def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
+    """Parameters, averages and slots after 6 updates, with accumulation, clipping and groups of weight decay."""
+    found = results()["plans"][plan]
+    assert found["ids"]
+    assert found["difference"] <= 1e-12
+
+
+def test_a_run_goes_on_at_any_other_plan(results: Results) -> None:
+    """Parameters on 2 ranks, whole on 4, optimizer on 2, cut and sharded on 4, parameters on 2, one process."""
+    found = results()["plans"]["chain"]
+    assert found["ids"]
+    assert found["difference"] <= 1e-12
+
+
+def test_checkpoints_hold_whole_tensors(results: Results) -> None:
+    found = results()["plans"]
+    assert found["problems"] == []
+    assert found["shapes"]["same"]
+    assert found["shapes"]["number"] > 80
+
+
+OPENED = {
+    "tensor": "tensor",
+    "tensor-data": "tensor",
+    "classes": "tensor",
+    "pipeline": "pipeline",
+    "pipeline-data": "pipeline",
+    "four-stages": "pipeline",
+    "tensor-pipeline": "tensor pipeline",
+}
+"""Which groups each plan opens."""
+
+
+@pytest.mark.parametrize("plan", OPENED)
+def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results: Results, plan: str) -> None:
+    """Parameters, averages and slots after 6 updates, with clipping, and micro-batches that are uneven or few."""
+    found = results()["exchanges"][plan]
+    assert found["opened"] == OPENED[plan].split()
+    assert found["ids"]
+    assert found["difference"] <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("wait", "what"),
+    [
+        ("sum", "add up something"),
+        ("gather", "gather something"),
+        ("receive", "send something"),
+        ("send", "take something"),
+        ("ended", "add up something"),
+    ],
+)
+def test_waits_for_ranks_that_are_lost_end_with_a_sentence(results: Results, wait: str, what: str) -> None:
+    said = results()["lost"][wait]
+    assert re.match(rf"rank 0 of 2 waited \d+ s for the other ranks to {what}: .", said)
+
+
+@pytest.mark.parametrize("case", ["mean", "weighted", "adagrad"])
+def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results: Results, case: str) -> None:
+    found = results()["uneven"][case]
+    assert found["difference"] <= 1e-12
+    for largest, together, whole in zip(found["largest"], found["together"], found["whole"], strict=True):
+        assert together == whole or (whole == 1 and largest == 1)  # every rank has numbers
+        assert largest <= max(1, whole / 2)  # 5 rows are 2, 2, 1 and 0
+
+
+def test_layers_of_torch_that_use_their_weights_in_other_ways(results: Results) -> None:
+    assert results()["layers"]["difference"] <= 1e-12
+
+
+def test_a_loss_that_holds_gradients_is_refused(results: Results) -> None:
+    for said in results()["layers"]["said"]:
+        assert said.startswith("the task's loss has no gradient while parallel.shard is parameters: ")
+
+
+def test_ranks_that_compute_different_layers_end_with_their_names(results: Results) -> None:
+    for said in results()["apart"]["said"]:
+        assert said["order"].endswith("one has come to layers.0, and another to layers.1")
+        assert said["number"].endswith("one has come to layers.1, and another to the end of a forward pass")
+
+
+def test_parameters_that_get_other_memory_are_refused(results: Results) -> None:
+    for said in results()["apart"]["said"]:
+        assert said["memory"].startswith("the task has given layers.0.weight other memory (.data = ...), and")
+        assert said["changed"].startswith("the forward pass changes head.weight in place, and parallel.shard is")
+
+
+def test_process_groups_meet_over_mpi(results: Results) -> None:
+    found = results()["groups"]
+    assert not found["is_open"]
+    of_all = [6.0, 10.0, 14.0]
+    assert found["sums"] == [[of_all, [2.0, 4.0, 6.0] if rank % 2 == 0 else [4.0, 6.0, 8.0]] for rank in range(4)]
+
+
+def test_runs_evaluate_and_predict_as_others_do(results: Results) -> None:
+    """20 samples on 4 ranks: batches of evaluations differ in number."""
+    found = results()["runs"]
+    assert found["run"]["reducer"] == "gloo-sharded"
+    np.testing.assert_allclose(found["run"]["losses"], found["whole"]["losses"], rtol=0, atol=1e-12)
+    assert found["run"]["predicted"] <= 1e-12
+    assert found["run"]["metrics"]["loss"] == pytest.approx(found["whole"]["metrics"]["loss"], abs=1e-12)
+
+
+def test_initial_weights_are_cut_as_they_are_read(results: Results) -> None:
+    found = results()["runs"]
+    np.testing.assert_allclose(found["initial"]["losses"], found["initial-whole"]["losses"], rtol=0, atol=1e-12)
+    assert found["initial"]["losses"][0] < found["run"]["losses"][2]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_stays_near(results: Results, precision: str) -> None:
+    found = results()["runs"]
+    np.testing.assert_allclose(found[precision]["losses"], found["whole"]["losses"][:2], rtol=0.02)
+
+
+def test_what_cannot_be_sharded_is_refused(results: Results) -> None:
+    found = results()["runs"]
+    assert "Adafactor does not update the rows of words.weight by themselves" in found["adafactor"]["error"]
+    assert "the task has opened torch.distributed itself" in found["opened"]["error"]

@@ -1,0 +1,126 @@
+"""Runs on some ranks, with checkpoints, that end early and go on at another plan."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpctrain.checkpoint.hook import checkpoint_hook
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World, in_grid
+from hpctrain.config.sections import CheckpointConfig, Config, ParallelConfig, ReduceConfig, TrainConfig
+from hpctrain.rank import wiring
+from hpctrain.rank.problem import make_problem
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.run.folder import RunDir
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.framework import Framework
+from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.state import Placement
+from hpctrain.train.stateful import value_of
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.torch_exchange import OpenExchange
+
+SETTINGS = {"global_batch": 25, "accumulate": 2, "clip_norm": 0.05, "ema_decay": 0.9}
+
+
+def furthest(ones: list[Any], others: list[Any]) -> float:
+    """Largest difference, relative to the larger of 1 and the number."""
+    pairs = zip(ones, others, strict=True)
+    return max(float(np.max(np.abs(one - other) / np.maximum(1, np.abs(other)), initial=0)) for one, other in pairs)
+
+
+class Recorder(BaseHook):
+    """The numbers of the samples of each step, and an early end."""
+
+    def __init__(self, framework: Framework, group: Group, last: int) -> None:
+        self.group, self.last = group, last
+        self.ids: list[list[int]] = []
+        self.step = framework.step
+        framework.step = self.recording  # type: ignore[method-assign]
+
+    def recording(self, micro_batches: Any, global_samples: int) -> Any:
+        """The step itself."""
+        mine = [int(number) for batch in micro_batches for number in batch["id"]]
+        told = self.group.allgather(mine, "name the samples")
+        self.ids.append([number for rank in told for number in rank])
+        return self.step(micro_batches, global_samples)
+
+    def after_step(self, trainer: Any, result: Any) -> StopReason | None:
+        return StopReason.REQUESTED if trainer.state.step >= self.last else None
+
+
+def attempt(
+    world: World,
+    folder: Path,
+    parallel: ParallelConfig,
+    task: str,
+    steps: int,
+    last: int | None = None,
+    open_exchange: OpenExchange | None = None,
+    **train: Any,
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Samples of each step, and all numbers of the state, each whole; resumes from what lies in the folder.
+
+    Args:
+        world: ranks that all make the same call.
+        folder: of the run.
+        parallel: how the model is shared out.
+        task: of the run; its samples have an ``id``.
+        steps: of the whole run.
+        last: step after which it stops.
+        open_exchange: see open_torch; by default as the devices ask for it.
+        train: more of the run file's section.
+    """
+    world = in_grid(world, parallel.tensor, parallel.pipeline)
+    config = Config(
+        name="run",
+        task=task,
+        train=TrainConfig(**{"steps": steps, **SETTINGS, **train}),
+        reduce=ReduceConfig(
+            kind="mpi" if world.data.size > 1 else "auto",
+            verify_every_steps=None if parallel.shard == "parameters" else 1,
+        ),
+        parallel=parallel,
+        checkpoint=CheckpointConfig(interval="none"),
+    )
+    run_dir, clock = RunDir(folder), IntervalClock()
+    if world.rank == 0:
+        run_dir.create()
+    world.everyone.barrier("make the folder")
+    problem = make_problem(config, world)
+    framework: Framework
+    if open_exchange is None:
+        framework = wiring.make_framework(config, world, problem.task, clock)
+    else:
+        from hpctrain.frameworks.torch.opening import open_torch
+
+        assert isinstance(problem.task, TorchTask)
+        choice = ReducerChoice(config.reduce, world)
+        framework = open_torch(problem.task, world, config, clock, choice, open_exchange=open_exchange)
+    hook = checkpoint_hook(config, world, run_dir, config.train.global_batch, problem.fingerprint(), lambda event: None)
+    recorder = Recorder(framework, world.data, last or steps)
+    trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
+    with closing(framework), closing(hook), closing(trainer.data):
+        trainer.fit()
+        return recorder.ids, whole_state(framework, world.everyone)
+
+
+def whole_state(framework: Framework, group: Group) -> dict[str, Any]:
+    """Parameters, averages and slots of all ranks together."""
+    mine = [each for each in framework.state() if each.placement in (Placement.REPLICATED, Placement.CUT)]
+    pieces = [(each.name, each.cut and [each.cut.shape, each.cut.begin], value_of(each).tolist()) for each in mine]
+    found: dict[str, Any] = {}
+    for name, cut_, value in (piece for rank in group.allgather(pieces, "gather the state") for piece in rank):
+        array = np.array(value)
+        if cut_ is None:
+            found[name] = array
+            continue
+        whole = found.setdefault(name, np.full(cut_[0], np.nan))
+        whole[tuple(slice(begin, begin + size) for begin, size in zip(cut_[1], array.shape, strict=True))] = array
+    return found

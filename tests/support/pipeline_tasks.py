@@ -1,0 +1,144 @@
+"""Models in float64 whose layers can be shared out among stages, and tasks around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain import TorchTask, columns, rows, vocabulary
+
+WORDS, LENGTH, WIDTH, SAMPLES = 24, 7, 16, 22
+
+
+def embed(table: nn.Embedding, places: nn.Parameter, words: Tensor) -> dict[str, Any]:
+    """What blocks hand on: vectors, the words themselves, and how often blocks have worked on them."""
+    return {"x": table(words) + places, "words": words, "counts": (0, [words.ne(1)])}
+
+
+class Block(nn.Module):
+    """Two layers, on vectors that are not padding."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.drawn = ""
+        """Which values the last forward pass has dropped."""
+
+    def forward(self, carried: dict[str, Any]) -> dict[str, Any]:
+        """Changes ``x``."""
+        count, (mask,) = carried["counts"]
+        hidden = functional.relu(self.up(self.norm(carried["x"])), inplace=True)
+        kept = self.dropout(torch.ones_like(hidden))
+        if self.training:
+            self.drawn = "".join(map(str, (kept == 0).flatten()[:200].int().tolist()))
+        x = carried["x"] + self.down(hidden * kept) * mask.unsqueeze(-1)
+        return {**carried, "x": x, "counts": (count + 1, [mask])}
+
+
+class Head(nn.Module):
+    """Scores of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.words = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, carried: dict[str, Any]) -> Tensor:
+        """[n, length, words]."""
+        return self.words(self.norm(carried["x"])) / carried["counts"][0]
+
+
+class Gpt(nn.Module):
+    """Four blocks between a table and a head, without attention."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(4)])
+        self.head = Head()
+
+    def forward(self, words: Tensor) -> Tensor:
+        """[n, length, words]."""
+        carried = embed(self.table, self.places, words)
+        for block in self.blocks:
+            carried = block(carried)
+        return self.head(carried)
+
+
+def layers(model: Gpt) -> list[Any]:
+    """The first one is a function."""
+    return [functools.partial(embed, model.table, model.places), *model.blocks, model.head]
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum over words that are not padding, and how many these are."""
+    own = batch["words"].ne(1).to(outputs.dtype)
+    scores = functional.cross_entropy(outputs.flatten(0, 1), batch["words"].flatten(), reduction="none")
+    return (scores * own.flatten()).sum(), own.sum()
+
+
+def tokens() -> dict[str, NDArray[Any]]:
+    """Always the same."""
+    return {"words": np.random.default_rng(2).integers(0, WORDS, (SAMPLES, LENGTH))}
+
+
+def forward(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """With something before the model, and behind it a change of the outputs in place."""
+    return model(batch["words"].clone()).mul_(1.5)
+
+
+def gpt(dropout: float = 0.0, dtype: str = "float64", optimizer: str = "adamw") -> TorchTask:
+    """Weight decay on matrices alone."""
+    model = Gpt(dropout).to(getattr(torch, dtype))
+    groups = [
+        {"params": [one for one in model.parameters() if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
+    ]
+    cuts = {
+        "table": vocabulary,
+        "blocks.*.up": columns,
+        "blocks.*.down": rows,
+        "head.words": columns(gathers=True),
+    }
+    return TorchTask(
+        model,
+        loss,
+        {"adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}[optimizer](groups, lr=1e-2, eps=1e-4),
+        tokens(),
+        validation=tokens(),
+        forward=forward,
+        tensor=cuts,
+        layers=layers,
+    )
+
+
+def numbered(dropout: float = 0.0) -> TorchTask:
+    """The samples have numbers."""
+    return dataclasses.replace(gpt(dropout), train=tokens() | {"id": np.arange(SAMPLES)})
+
+
+def sequential(norm: bool = False) -> TorchTask:
+    """Plain layers, some of which have no parameters; with statistics of micro-batches if there are norms."""
+    between = [nn.BatchNorm1d(12)] if norm else []
+    model = nn.Sequential(
+        nn.Linear(8, 12), *between, nn.ReLU(inplace=True), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)
+    )
+    model.double()
+    random = np.random.default_rng(3)
+    data = {"x": random.normal(size=(SAMPLES, 8)), "y": random.normal(size=(SAMPLES, 1))}
+    return TorchTask(model, "mse", torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), data, validation=data)
+
+
+def astray() -> TorchTask:
+    """Each process gets samples of its own."""
+    transform = lambda sample, rng: {**sample, "x": sample["x"] + os.getpid()}  # noqa: E731
+    return dataclasses.replace(sequential(), transform=transform)

@@ -1,0 +1,18 @@
+"""What `make torture` leaves out is in the code, exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mutants.collectives import changed, listed
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_exchange_that_is_left_out_is_there() -> None:
+    every = listed()
+    assert len({one.name for one in every}) == len(every) >= 40
+    for one in every:
+        code = (ROOT / one.module).read_text(encoding="utf-8")
+        compile(changed(code, one.call, one.without), one.module, "exec")
+        assert (ROOT / one.tests[0]).exists()
