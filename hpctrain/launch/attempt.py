@@ -118,7 +118,10 @@ class WatchedAttempt:
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         told = collect(self.run_dir, self.number)
-        first = died_first(self.run_dir, self.number, told, launcher_messages.bereaved(text + banner))
+        untold = [word.rank for word in told if word.ended is None and word.rank is not None]
+        bereaved = launcher_messages.bereaved(text + banner)
+        # By the notes, its victim on another node could be the first: the two nodes' processors are not equally busy.
+        first = launcher_messages.left(text, untold) or died_first(self.run_dir, self.number, told, bereaved)
         deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []
         words = [complete(word, deaths, told) for word in told]
         attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]

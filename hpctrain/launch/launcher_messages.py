@@ -109,8 +109,18 @@ def not_started(text: str) -> tuple[list[int], str]:
 
 def silent(text: str, ranks: Iterable[int]) -> list[int]:
     """Ranks whose end srun had not heard of when it gave up waiting: their node, or Slurm's daemon on it, is gone."""
-    heard = {rank for _, tasks, _ in SRUN.findall(text) for rank in expand(tasks)}
+    heard = _heard(text)
     return [rank for rank in ranks if rank not in heard] if GAVE_UP in text else []
+
+
+def left(text: str, ranks: Iterable[int]) -> list[int]:
+    """Of ranks that said nothing at their end, those that exited with 0: srun reports the ends of all the others."""
+    heard = _heard(text)
+    return [rank for rank in ranks if rank not in heard] if heard and GAVE_UP not in text else []
+
+
+def _heard(text: str) -> set[int]:
+    return {rank for _, tasks, _ in SRUN.findall(text) for rank in expand(tasks)}
 
 
 def expand(tasks: str) -> list[int]:

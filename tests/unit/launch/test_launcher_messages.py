@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import Code
-from hpctrain.launch.launcher_messages import Death, deaths, expand, lost_node, not_started, silent
+from hpctrain.launch.launcher_messages import Death, deaths, expand, left, lost_node, not_started, silent
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -149,6 +149,15 @@ def test_victims_that_srun_reports_first_are_no_culprits() -> None:
     assert [death.rank for death in deaths(text)] == [2]
     assert [(death.rank, death.signal) for death in deaths(text, died_first=[3])] == [(3, 9)]
     assert deaths(text, died_first=[7]) == [Death(7)], "it exited with 0: srun says nothing"
+
+
+def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exit_code_0() -> None:
+    text = "srun: error: n2: tasks 2-3: Killed\nsrun: error: n1: task 0: Killed\n"
+    assert left(text, [0, 1, 2, 3]) == [1]
+    assert left(text, [0, 2]) == [], "rank 1 has said how it ended"
+    assert left("", [0, 1]) == [], "srun reports nothing at all: nobody knows"
+    gave_up = text + "srun: error: Timed out waiting for job step to complete\n"
+    assert (left(gave_up, [0, 1]), silent(gave_up, [0, 1])) == ([], [1]), "its node is gone"
 
 
 def test_whom_srun_killed_may_be_a_victim() -> None:
