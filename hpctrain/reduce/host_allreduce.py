@@ -17,6 +17,7 @@ from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, Ho
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce
 from hpctrain.reduce.shm_pieces import open_shm_pieces, with_square
+from hpctrain.reduce.shm_small import open_shm_small
 
 
 def open_host_allreduce(
@@ -38,7 +39,9 @@ def open_host_allreduce(
     if candidate.way == "overlap":
         return candidate, OverlappedAllreduce(group, length, dtype)
     ring = candidate.way == "ring"
-    shared = open_shm_allreduce(group, length, dtype, ring) if ring or candidate.way == "node" else None
+    shared: HostAllreduce | None = None
+    if candidate.way in ("node", "ring"):
+        shared = open_shm_small(group, length, dtype) or open_shm_allreduce(group, length, dtype, ring)
     if shared or ring:
         return candidate, shared or RingAllreduce(group, length, dtype)
     return Candidate("mpi", "flat"), FlatAllreduce(group, length, dtype)
@@ -101,6 +104,8 @@ def open_piece_allreduce(
         codecs: 16-bit forms by the name of a compression.
     """
     if candidate.way in ("node", "ring"):
+        if (small := open_shm_small(group, layout.length, dtype)) is not None:
+            return candidate, BufferedPieces(small, layout, shapes)
         shared = open_shm_pieces(group, layout, shapes, dtype, ring=candidate.way == "ring")
         if shared is not None:
             return candidate, shared

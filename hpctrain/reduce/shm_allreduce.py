@@ -125,6 +125,15 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
         stride *= 2
 
 
+def sum_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    """The same sum, bit for bit, of terms that stay as they are."""
+    left = list(terms)
+    while len(left) > 2:
+        odd = left[len(left) // 2 * 2 :]
+        left = [first + second for first, second in zip(left[::2], left[1::2], strict=False)] + odd
+    np.add(left[0], left[-1], out=out)
+
+
 def open_shm_allreduce(
     group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False
 ) -> ShmAllreduce | None:

@@ -36,7 +36,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 NOTE_COLLECTIVES = """
 import os
 from hpctrain.comm import group
-from hpctrain.reduce import mpi_allreduce, shm_allreduce
+from hpctrain.reduce import mpi_allreduce, shm_allreduce, shm_small
 
 def noting(owner, name):
     call = getattr(owner, name)
@@ -50,7 +50,7 @@ def noting(owner, name):
 
 for name in ("barrier", "allgather", "broadcast", "sum", "broadcast_array", "begin_min"):
     noting(group.Group, name)
-for owner in (mpi_allreduce.FlatAllreduce, shm_allreduce.ShmAllreduce):
+for owner in (mpi_allreduce.FlatAllreduce, shm_allreduce.ShmAllreduce, shm_small.SmallShmAllreduce):
     noting(owner, "finish")
 """
 """A sitecustomize.py that notes each collective call of a process."""
@@ -67,11 +67,11 @@ def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -
         run = misbehaving_run(folder, monitor={**MONITOR, "enabled": enabled})
         hpctrain("run", "-n", 2, run, env=environment)
         hashes |= {word["weights_hash"] for word in last_words(folder / "run")}
-        calls |= {note.read_text().partition("ShmAllreduce finish")[2] for note in notes.iterdir()}
+        calls |= {note.read_text().partition("SmallShmAllreduce finish")[2] for note in notes.iterdir()}
         assert (folder / "run" / "monitor" / "live.json").exists() == enabled
     assert len(hashes) == 1
     [after_first_exchange] = calls  # the same in the same order on every rank; at the start its agents meet
-    assert after_first_exchange.count("ShmAllreduce finish") == 11, "one exchange a step"
+    assert after_first_exchange.count("SmallShmAllreduce finish") == 11, "one exchange a step"
 
 
 def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:

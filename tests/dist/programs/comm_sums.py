@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -27,8 +28,9 @@ from hpctrain.reduce.mpi_allreduce import (
 )
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, Rows
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce, share_arrays
 from hpctrain.reduce.shm_pieces import open_shm_pieces
+from hpctrain.reduce.shm_small import SmallShmAllreduce, open_shm_small
 from hpctrain.system import shared_memory
 
 EXTRA = 16
@@ -174,6 +176,27 @@ def suspended(world: World) -> None:
     world.local.meet("end the others' break")
 
 
+class LateReader(Group):
+    """Its last rank reads late what all have left."""
+
+    def meet(self, what: str, timeout_s: float = 60.0) -> None:
+        super().meet(what, timeout_s)
+        time.sleep(0.002 * (self.rank == self.size - 1))
+
+
+def small_in_a_row(world: World) -> None:
+    """A rank that is ahead does not overwrite what another one still reads."""
+    shared = share_arrays(world.data, 2 * 1000, np.float32)
+    assert shared is not None
+    late = dataclasses.replace(shared, node=LateReader("node", shared.node.comm))
+    reducer = SmallShmAllreduce(late)
+    for turn in range(20):
+        reducer.buffer[:] = world.rank + turn
+        reducer.finish()
+        np.testing.assert_array_equal(reducer.buffer, sum(rank + turn for rank in range(world.size)))
+    reducer.close()
+
+
 def across_nodes(world: World) -> None:
     """Four ranks that take themselves for two nodes of two, and for nodes of three and one."""
     from mpi4py import MPI
@@ -198,6 +221,7 @@ def across_nodes(world: World) -> None:
             assert pieces is not None and pieces.between is not None
             check_pieces(world, pieces, shapes)
     assert open_shm_allreduce(group_of(3), 100) is None
+    assert open_shm_small(group_of(2), 100, np.float32) is None, "the nodes share no memory"
 
 
 def main() -> None:
@@ -207,6 +231,7 @@ def main() -> None:
     merged_in_order(world)
     if world.size > 1:
         suspended(world)
+        small_in_a_row(world)
         for length in (EXTRA, 1000, 100_003):
             check(world, FlatAllreduce(world.data, length), length)
             check(world, OverlappedAllreduce(world.data, length), length)
@@ -215,6 +240,10 @@ def main() -> None:
             shared = open_shm_allreduce(world.data, length)
             assert shared is not None
             check(world, shared, length)
+            small = open_shm_small(world.data, length, np.float32)
+            assert (small is None) == (length == 100_003), "whether each rank adds up all of it"
+            if small is not None:
+                check(world, small, length)
         for shapes in PIECES:
             for way in ("mpi-node", "mpi-flat"):
                 candidate, sums = open_piece_allreduce(
@@ -222,6 +251,9 @@ def main() -> None:
                 )
                 assert candidate.name == way
                 check_pieces(world, sums, shapes)
+            pieces = open_shm_pieces(world.data, laid_out(shapes), shapes, np.float32, ring=False)
+            assert pieces is not None
+            check_pieces(world, pieces, shapes)
         check_rows(world, np.float32, LARGEST_MESSAGE)
         check_rows(world, np.float32, 100)
         check_rows(world, np.float64, LARGEST_MESSAGE)

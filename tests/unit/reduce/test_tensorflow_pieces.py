@@ -11,7 +11,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE, WEIGHT
-from hpctrain.reduce.shm_allreduce import add_pairwise
+from hpctrain.reduce.shm_allreduce import add_pairwise, sum_pairwise
 from hpctrain.reduce.tensorflow_pieces import STACKED, Pieces, grouped
 from hpctrain.reduce.tensorflow_reducer import HostReducer, NoReducer
 
@@ -95,7 +95,9 @@ def test_sums_are_ones_own_and_a_gpus_gradients_are_copied_as_one(joined: bool) 
 def test_terms_are_added_pairwise_and_one_of_them_is_kept(count: int) -> None:
     for kept in range(count):
         terms = [np.random.default_rng((count, rank)).normal(size=5) for rank in range(count)]
-        wanted, own, out = np.sum(terms, axis=0), terms[kept].copy(), np.empty(5)
+        wanted, own, out, same = np.sum(terms, axis=0), terms[kept].copy(), np.empty(5), np.empty(5)
+        sum_pairwise(terms, same)
         add_pairwise(terms, out, kept)
+        np.testing.assert_array_equal(same, out, "whoever adds up, and leaves all of them as they are")
         np.testing.assert_allclose(out, wanted, rtol=1e-12)
         np.testing.assert_array_equal(terms[kept], own)
