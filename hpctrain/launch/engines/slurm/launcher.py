@@ -12,6 +12,10 @@ from hpctrain.launch.mpi_library import Flavour, MpiRun, launcher_environment
 
 PREFERRED_MPI = ("pmix", "cray_shasta", "pmi2")
 """MPI types of srun, best first."""
+ONE_FENCE = {"OMPI_MCA_pmix_base_async_modex": "1"}
+"""Open MPI 5 meets twice in MPI_Init, by Slurm's PMIx, and prepares MPI_COMM_WORLD for messages in between: on busy nodes
+a rank was seen to leave early, and its first message to end one that had not prepared (SIGSEGV in
+mca_pml_ob1_recv_frag_callback_match). So it prepares first, and meets once."""
 
 
 class Launcher(Protocol):
@@ -42,6 +46,8 @@ class Srun:
     """Value of --mpi; None leaves it to the site."""
     in_order: bool = False
     """Whether ranks fill one node after the other, whatever the site does by default."""
+    flavour: Flavour | None = None
+    """Family of the MPI library, if there is one."""
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher. Its environment reaches the ranks as it is."""
@@ -56,7 +62,8 @@ class Srun:
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
-        return {}
+        wanted = ONE_FENCE if self.flavour is Flavour.OPEN_MPI_5 else {}
+        return {name: value for name, value in wanted.items() if name not in given}
 
     def describe(self) -> str:
         """See Launcher."""
@@ -128,7 +135,7 @@ def candidates(
                 f"srun has no --mpi={slurm.mpi} here",
                 f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun",
             )
-        found.append(Srun(nodes, ranks, slurm, slurm.mpi or best_mpi(offered, flavour), in_order))
+        found.append(Srun(nodes, ranks, slurm, slurm.mpi or best_mpi(offered, flavour), in_order, flavour))
     if launch.launcher != "srun" and mpirun is not None:
         found.append(Mpirun(nodes, ranks, slurm, mpirun))
     if not found:

@@ -49,6 +49,23 @@ def test_the_mpi_type_fits_the_library(flavour: Flavour | None, offered: tuple[s
 
 
 @pytest.mark.parametrize(
+    ("flavour", "given", "expected"),
+    [
+        (Flavour.OPEN_MPI_5, {}, {"OMPI_MCA_pmix_base_async_modex": "1"}),
+        (Flavour.OPEN_MPI_5, {"OMPI_MCA_pmix_base_async_modex": "0"}, {}),
+        (Flavour.OPEN_MPI_4, {}, {}),
+        (Flavour.HYDRA, {}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_ranks_of_open_mpi_5_meet_once_while_they_start(
+    flavour: Flavour | None, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    [srun] = candidates(LaunchConfig(launcher="srun"), 2, 4, ("pmix",), MPIRUN, flavour)
+    assert srun.environment(given) == expected
+
+
+@pytest.mark.parametrize(
     "wrong", [{"mpi": "pmixx"}, {"offered": (), "mpirun": None}, {"launcher": "srun", "offered": ()}]
 )
 def test_what_is_not_there_is_said(wrong: dict) -> None:  # type: ignore[type-arg]
