@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import RunFailed
 from hpctrain.frameworks.torch.checks import require_scalar
 from hpctrain.frameworks.update import Decision, UpdateRule
 from hpctrain.parallel.torch_exchange import Waiting
@@ -24,6 +26,7 @@ from hpctrain.parallel.torch_tensor import TensorParallel
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.torch_reducer import Number, Reducer, TorchReducers
+from hpctrain.tasks.blame import advised, own_line, words
 from hpctrain.train.clock import Neighbours, Phase, StepClock
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -65,7 +68,8 @@ class Passes:
             total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
         times = (1 if self.weighted else samples) * is_own
         factor = self.scale * times / self.global_samples
-        backward(total if factor == 1 else total * factor)
+        with differentiated():
+            backward(total if factor == 1 else total * factor)
         self.loss = self.loss + number(total) * times
         self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part) * is_own
 
@@ -81,6 +85,22 @@ class Passes:
         """Makes the gradients those of all ranks."""
         weight = self.weight / self.global_samples if self.weighted else None
         return self.reducer.exchange(self.loss / self.global_samples, weight)
+
+
+@contextmanager
+def differentiated() -> Iterator[None]:
+    """An error of autograd becomes a sentence: where it arises, nothing of the task is on the stack."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # a device's memory, another rank
+            raise
+        said = words(error)
+        fix = (
+            "see the operations in loss and forward; torch.autograd.set_detect_anomaly(True) in the task's file has "
+            "the rank's log show the line of the one that fails"
+        )
+        raise RunFailed(f"the loss has no gradient: {said}{own_line(error)}", advised(fix, said)) from error
 
 
 @dataclass(frozen=True)
