@@ -13,8 +13,8 @@ from hpctrain.launch.mpi_library import Flavour, MpiRun, launcher_environment
 PREFERRED_MPI = ("pmix", "cray_shasta", "pmi2")
 """MPI types of srun, best first."""
 ONE_FENCE = {"OMPI_MCA_pmix_base_async_modex": "1"}
-"""Open MPI 5 meets twice in MPI_Init, by Slurm's PMIx, and prepares MPI_COMM_WORLD for messages in between: on busy nodes
-a rank was seen to leave early, and its first message to end one that had not prepared (SIGSEGV in
+"""Open MPI 5 meets twice in MPI_Init, by Slurm's PMIx, and prepares MPI_COMM_WORLD for messages in between: on busy
+nodes a rank was seen to leave early, and its first message to end one that had not prepared (SIGSEGV in
 mca_pml_ob1_recv_frag_callback_match). So it prepares first, and meets once."""
 
 
