@@ -28,8 +28,8 @@ def weights(text: str) -> float:
 @pytest.mark.parametrize("name", foreign.COMPARED)
 def test_a_program_gives_the_numbers_of_its_own_launcher(name: str, tmp_path: Path) -> None:
     own = foreign.under_its_own_launcher(name, tmp_path)
-    program = (sys.executable, *foreign.words(name))
-    ours = hpctrain("run", "-n", 2, "--name", name, "--", *program, cwd=tmp_path, timeout=foreign.LIMIT_S)
+    words = ("--launch.convention", foreign.convention(name), "--", sys.executable, *foreign.words(name))
+    ours = hpctrain("run", "-n", 2, "--name", name, *words, cwd=tmp_path, timeout=foreign.LIMIT_S)
     assert len(foreign.losses(own.stdout)) == 5, own.output
     assert foreign.losses(ours.stdout) == foreign.losses(own.stdout)
     assert endings(tmp_path / "runs" / name) == ["completed", "completed"]
@@ -49,6 +49,14 @@ def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_
     said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, timeout=120, code=70)
     assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
     assert re.search(r"rank 1 on \S+: .*exit code 1 \(.*the disk of the data is gone\)", said.stderr), said.stderr
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "kill")
+    said = hpctrain("run", "-n", 2, "--name", "killed", "--", *program, cwd=tmp_path, timeout=120, code=70)
+    explained = hpctrain("explain", "runs/killed", cwd=tmp_path).stdout
+    for text in (said.stderr, explained):
+        assert re.search(r"[Rr]ank 1 on \S+: \S*python\S*\s+was\s+killed\s+by\s+SIGKILL", text), text
 
 
 def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
