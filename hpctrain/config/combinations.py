@@ -199,7 +199,6 @@ OF_TENSOR_GROUPS = {
         "{1} has hooks of its step (register_step_pre_hook), which see a part of what is cut",
         "leave the hooks out: train.clip_norm clips by the whole gradient; hooks= of the task are called after updates",
     ),
-    Feature.RECOMPUTE: ("train.recompute is given, which computes a layer on one rank alone", "leave one of them out"),
 }
 OF_STAGES = {
     Feature.KERAS: ("the task is a KerasTask", "set parallel.pipeline to 1, or write the model in PyTorch"),

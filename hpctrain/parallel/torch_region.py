@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
 
 import torch
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from hpctrain.train.seeds import derive
 
 HALVES = (torch.bfloat16, torch.float16)
 """Types that MPI cannot add, and in which sums would lose what single ranks have."""
+Outside: TypeAlias = list[tuple[torch.Generator, Tensor]]
+"""Generators of random numbers, and where each stood when a region was entered; none outside of regions."""
 
 
 class Region:
@@ -35,8 +38,8 @@ class Region:
         self.group = group
         self.waiting = Waiting(clock)
         self.exchange: Exchange = exchange or HostExchange(group, self.waiting)
-        self.outside: list[tuple[torch.Generator, Tensor]] = []
-        """While random numbers are those of the inside: the generators, and where they stood."""
+        self.outside: Outside = []
+        """While random numbers are those of the inside."""
 
     def enter(self, device: torch.device) -> None:
         """From here on each rank draws other random numbers."""
@@ -55,6 +58,15 @@ class Region:
         for generator, state in self.outside:
             generator.set_state(state)
         self.outside = []
+
+    @contextmanager
+    def again(self, outside: Outside) -> Iterator[None]:
+        """Computes again what was computed when ``self.outside`` was this. What it is now stays."""
+        now, self.outside = self.outside, list(outside)
+        try:
+            yield
+        finally:
+            self.outside = now
 
     def summed(self, values: Tensor, what: str) -> Tensor:
         """A new tensor, the sum over the ranks, with the same bits on all of them."""

@@ -89,6 +89,17 @@ def test_each_rank_has_the_parameters_of_its_stage(found: Callable[[], tuple[Pat
         assert max(of_stage.values()) < 0.6 * whole
 
 
+@pytest.mark.parametrize("name", ["again", "again-in-parts"])
+def test_cut_layers_that_compute_again_train_to_the_same_bits(
+    found: Callable[[], tuple[Path, Found]], name: str
+) -> None:
+    """With other dropout on each rank of a tensor group; layers begin and end outside of the cut part, and inside."""
+    results = found()[1]
+    assert results[name]["losses"] == results["kept"]["losses"]
+    assert results[name]["ranks"] == results["kept"]["ranks"]
+    assert results["kept"]["losses"] != results["tp2-pp2"]["losses"][:3], "something was dropped"
+
+
 def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], tuple[Path, Found]]) -> None:
     results = found()[1]
     assert {reducer for *_, reducer in results["pp2-dp2"]["ranks"]} == {"horovod-flat"}

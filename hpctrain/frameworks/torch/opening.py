@@ -88,7 +88,6 @@ def open_torch(
     features |= used({Feature.VALUELESS: next(iter(valueless), None)})
     refuse(features)
     layers = planned(model, task.tensor, config.parallel.tensor)
-    recompute(model, train.recompute)
     move(model, device, memory_format_of(train))
     shards, divides = (one in features and ranks > 1 for one in (Feature.SHARD, Feature.SHARD_PARAMETERS))
     judgement = judge(parts, device) if shards or divides or Feature.PIPELINE in features else Judgement()
@@ -109,6 +108,7 @@ def open_torch(
         updaters = world.data if shards else None
         within = open_exchange(world.tensor, device, Waiting(clock))
         tensor = cut_model(model, layers, world.tensor, world.data, plain(parts), clock, updaters, within)
+    recompute(model, train.recompute, tensor.region)
     if stages is not None and world.pipeline.size > 1:
         half, images = LOW_PRECISION.get(train.precision), memory_format_of(train)
         stages = Whole(task, model, holdings, tensor, device, half, images).chosen(stages, stage_choice, world)

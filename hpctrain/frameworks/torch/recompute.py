@@ -14,18 +14,20 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UserError
+from hpctrain.parallel.torch_region import Outside, Region
 
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 """Modules of which only the parts compute: they are looked into."""
 
 
-def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
+def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[str]:
     """Has layers of a model recompute, in place; their names, parameters and results stay what they are, bit for bit.
 
     Args:
         model: any.
         patterns: of names of layers, such as ``blocks.*``; ``*`` means all layers. A layer inside one that matches is
             part of it.
+        region: of the layers that are cut over ranks; those compute again as they are cut.
 
     Returns:
         the names of the layers.
@@ -47,7 +49,7 @@ def recompute(model: Module, patterns: Sequence[str]) -> list[str]:
                 "leave it out of train.recompute, or torch.compile out of the task",
             )
     for layer in layers.values():
-        layer.forward = functools.partial(Recomputed(layer), layer.forward)
+        layer.forward = functools.partial(Recomputed(layer, region), layer.forward)
     return list(layers)
 
 
@@ -89,10 +91,13 @@ class Recomputed:
 
     Args:
         layer: the module.
+        region: which it may begin inside, end inside, or be in between: its second pass draws the random numbers of the
+            first, and meets the same ranks.
     """
 
-    def __init__(self, layer: Module) -> None:
+    def __init__(self, layer: Module, region: Region) -> None:
         self.layer = layer
+        self.region = region
         self.changing: set[str] | None = None
         """Buffers that a forward pass changes; all others are masks and tables. Known after the first pass."""
 
@@ -101,7 +106,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before: dict[str, Tensor] = {}
-        passes = lambda: (self._first(before), self._second(before))  # noqa: E731
+        passes = lambda: (self._first(before), self._second(before, list(self.region.outside)))  # noqa: E731
         return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
     @contextlib.contextmanager
@@ -123,12 +128,13 @@ class Recomputed:
                 raise UserError(what, "leave the layer out of train.recompute")
 
     @contextlib.contextmanager
-    def _second(self, before: dict[str, Tensor]) -> Iterator[None]:
+    def _second(self, before: dict[str, Tensor], outside: Outside) -> Iterator[None]:
         buffers = [(buffer, before[name]) for name, buffer in self.layer.named_buffers() if name in before]
         after = [buffer.clone() for buffer, _ in buffers]
         _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
         try:
-            yield
+            with self.region.again(outside):
+                yield
         finally:
             _fill([buffer for buffer, _ in buffers], after)
 

@@ -24,6 +24,7 @@ from tests.support import pipeline_tasks
 EVERYONE = connect().everyone
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm takes no single sample."""
+BOTH: dict[str, Any] = {"parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
 LONG = 50
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -130,6 +131,9 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "noisy": run(folder, "noisy", steps=3, **two, task_args__dropout=0.5),
         "begun": run(folder, "noisy-again", steps=2, **two, task_args__dropout=0.5),
         "ended": run(folder, "noisy-again", steps=3, **two, task_args__dropout=0.5),
+        "kept": run(folder, "kept", steps=3, **BOTH),
+        "again": run(folder, "again", steps=3, **BOTH, train__recompute="['*']"),
+        "again-in-parts": run(folder, "again-in-parts", steps=3, **BOTH, train__recompute="['blocks.*.*']"),
         "initial": run(folder, "initial", steps=1, **two, checkpoint__init_from=folder / "pp4"),
         "drifted": run(folder, "drifted", **two, drifts=True, train__clip_norm="null"),
         "astray": run(folder, "astray", steps=1, task="astray", **two),

@@ -74,7 +74,7 @@ def plans(world: World, folder: Path) -> dict[str, Any]:
         ("two", 2, PARAMETERS, {}),
         ("four", 4, PARAMETERS, {}),
         ("recompute", 4, PARAMETERS, {"recompute": ("blocks.*",)}),
-        ("hybrid", 4, HYBRID, {}),
+        ("hybrid", 4, HYBRID, {"recompute": ("blocks.*",)}),
     ]
     chain = [(2, PARAMETERS), (4, WHOLE), (2, OPTIMIZER), (4, HYBRID), (2, PARAMETERS), (1, PARAMETERS)]
     found: dict[str, Any] = {}

@@ -13,7 +13,11 @@ from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.frameworks.torch.recompute import recompute
+from hpctrain.parallel.torch_region import Region
+from hpctrain.parallel.torch_tensor import uncut
 from tests.support.torch_tasks import make_framework, train
+
+ALONE = uncut().region
 
 
 class Block(nn.Module):
@@ -70,7 +74,7 @@ def kept_bytes(patterns: tuple[str, ...]) -> int:
     """What a forward pass keeps for the backward pass, weights aside."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
     stack = nn.Sequential(*(Whole(part) for part in model))
-    recompute(stack, patterns)
+    recompute(stack, patterns, ALONE)
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -103,14 +107,14 @@ def test_the_inputs_of_layers_are_all_that_is_kept() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -> None:
     with pytest.raises(UserError, match=r"no layer of the model is called block\.\*") as error:
-        recompute(Net(), ["block.*"])
+        recompute(Net(), ["block.*"], ALONE)
     assert "inward, blocks.0, blocks.1" in error.value.fix
 
 
 def test_a_pattern_of_what_is_inside_of_another_match_is_told_as_that() -> None:
     net = nn.ModuleDict({"block": nn.TransformerEncoderLayer(4, 1, 4), "rest": nn.Linear(4, 4)})
     with pytest.raises(UserError, match=r"block\.linear\* matches only what is inside of block,") as error:
-        recompute(net, ["bl*", "block.linear*"])
+        recompute(net, ["bl*", "block.linear*"], ALONE)
     assert error.value.fix.startswith("leave block.linear* out")
 
 
@@ -128,7 +132,7 @@ def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
             return values * self.weight * self.scale
 
     model = nn.Sequential(Late())
-    recompute(model, ["*"])
+    recompute(model, ["*"], ALONE)
     model(torch.randn(3, 2)).sum().backward()
     with pytest.raises(UserError, match="has changed its buffer scale"):
         for _ in range(3):
@@ -141,12 +145,45 @@ def test_layers_that_the_task_compiles_are_named() -> None:
     in_place.blocks[1].compile(backend="eager")
     for model, patterns in ((inside, ["_orig_mod.blocks.*"]), (inside, ["*"]), (in_place, ["blocks.*"])):
         with pytest.raises(UserError, match=r"the task compiles (_orig_mod|blocks\.1)"):
-            recompute(model, patterns)
-    recompute(in_place, ["blocks.2", "out"])
+            recompute(model, patterns, ALONE)
+    recompute(in_place, ["blocks.2", "out"], ALONE)
     around = nn.Sequential(torch.compile(Block(), backend="eager"))
-    assert recompute(around, ["*"]) == ["0"], "the compiled part is called again"
+    assert recompute(around, ["*"], ALONE) == ["0"], "the compiled part is called again"
 
 
 def test_compiled_models_do_not_recompute() -> None:
     with pytest.raises(UserError, match=r"train\.compile and train\.recompute"):
         Config("run", "a:b", TrainConfig(epochs=1, global_batch=4, compile=True, recompute=("*",)))
+
+
+class Between(nn.Module):
+    """Begins and ends where each rank of a tensor group draws its own numbers; in between all draw the same."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = nn.functional.dropout(values, 0.5)
+        self.region.leave()
+        values = nn.functional.dropout(self.linear(values), 0.5)
+        self.region.enter(values.device)
+        return nn.functional.dropout(values, 0.5).square()
+
+
+def test_random_numbers_of_cut_layers_are_drawn_again() -> None:
+    gradients = []
+    for patterns in ([], ["0"]):
+        torch.manual_seed(7)
+        region = uncut().region
+        stack = nn.Sequential(Between(region))
+        recompute(stack, patterns, region)
+        region.enter(torch.device("cpu"))
+        total = stack(torch.ones(5, 6)).sum()
+        region.leave()
+        expected = torch.random.get_rng_state()
+        total.backward()
+        assert torch.equal(torch.random.get_rng_state(), expected) and not region.outside
+        gradients.append(stack[0].linear.weight.grad)
+    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0
