@@ -22,8 +22,8 @@ BEFORE_NORM = {
         "model/batch_normalization/moving_variance",
     },
 }
-"""The layer before BatchNorm, and what is counted of its outputs. Their scale and shift change no loss: the gradients are
-rounding errors, which differ between processors, and Adam makes whole steps of them."""
+"""The layer before BatchNorm, and what is counted of its outputs. Their scale and shift change no loss: the gradients
+are rounding errors, which differ between processors, and Adam makes whole steps of them."""
 FREE = 2 * 6 * 0.01
 """How far two runs can part there: six updates at the learning rate, in opposite directions."""
 
