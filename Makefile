@@ -1,6 +1,6 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
 # make test   set up, then run every test (those for Slurm and GPUs if there are any)
-# make check  before every commit: style, types, unit tests; some five minutes on two cores
+# make check  before every commit: style, types, the unit tests that are not slow; 100 s of processor, on two cores
 # make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times, and those of plans
 #               12,000 times for every reader; train every layer on 4 ranks; kill and resume every ported program on
 #               1, 2 and 4; attack the monitor's network with 4,500 intruders, and users by prepared run folders, as a

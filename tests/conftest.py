@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +22,8 @@ settings.load_profile("shared machine")
 
 NOT_PERMITTED = "not permitted here: "
 """Begin of a skip reason that CI accepts."""
+_AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorskip\(")(torch|tensorflow|keras)')
+"""A framework, or a file of ours or of the tests that is named after the framework that it imports."""
 _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
 """Environment variables that the frameworks and pytest set when they are imported."""
 
@@ -35,9 +40,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"this machine lacks {tool}")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For ``make check`` a file that is slow to import is not read: each worker would take seconds for that."""
+    return True if _for_check(config) and _imports_a_framework(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
     for item in items:
+        if _imports_a_framework(item.path):
+            item.add_marker(pytest.mark.slow)
         group = "slurm" if item.get_closest_marker("slurm") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
@@ -67,9 +79,12 @@ def mpirun() -> Callable[..., mpi.Result]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    """A test that leaves a thread running or the environment changed fails, and does not spoil the next one."""
-    environment, threads = dict(os.environ), set(threading.enumerate())
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves a thread running or the environment changed fails, and does not spoil the next one.
+
+    For ``make check``, so does one that imports a framework: that is slow.
+    """
+    environment, threads, modules = dict(os.environ), set(threading.enumerate()), set(sys.modules)
     yield
     changed = sorted(
         name
@@ -83,6 +98,17 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not changed, f"the test changed environment variables: {', '.join(changed)}"
     left = _still_running(threads, patience_s=5.0)
     assert not left, f"the test left threads running: {', '.join(thread.name for thread in left)}"
+    frameworks = {"torch", "tensorflow"} & (sys.modules.keys() - modules)
+    assert not frameworks or not _for_check(request.config), f"a test that imports {frameworks} has to be marked slow"
+
+
+def _for_check(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "not slow")
+
+
+@functools.cache
+def _imports_a_framework(path: Path) -> bool:
+    return path.suffix == ".py" and _AT_THE_TOP.search(path.read_text(encoding="utf-8")) is not None
 
 
 def _still_running(before: set[threading.Thread], patience_s: float) -> list[threading.Thread]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -67,9 +68,15 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported(path: Path) -> Iterator[str]:
     """Modules that a file imports, wherever the statement stands and whoever it is for."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,7 +167,7 @@ def test_our_own_python_processes_have_one_way_to_start() -> None:
         for path in FILES.values()
         if path
         not in (PACKAGE / "system" / "python.py", PACKAGE / "__init__.py")  # which looks at its own command line
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, (ast.List, ast.Tuple))
         and {"-m", "-c"} & {part.value for part in node.elts if isinstance(part, ast.Constant)}
     ]
@@ -178,7 +185,7 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in FILES.values()
         if path.relative_to(PACKAGE).as_posix() not in PROTOCOLS | OWN_OUTPUT | {"system/foreign_text.py"}
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
     ]
     assert not wrong
@@ -198,7 +205,7 @@ def test_nobody_sets_an_attribute_of_another_object() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in FILES.values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and ast.unparse(node.value) not in ("self", "cls", "ctx")  # ctx: how autograd functions of torch pass things on
@@ -220,7 +227,7 @@ def test_run_folders_are_read_with_bounds() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
         for path in FILES.values()
         if path.relative_to(PACKAGE).as_posix().startswith(READERS)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and reads(node)
     ]
     assert not wrong
@@ -235,7 +242,7 @@ def test_the_files_of_a_run_folder_are_known_in_its_room_alone() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)[:80]}"
         for module, path in FILES.items()
         if room_of(module) != "run"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.expr) and names_a_part(node)
     ]
     assert not wrong

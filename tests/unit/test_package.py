@@ -30,12 +30,14 @@ def run_installed(installed: Path, *command: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_the_installed_command_works(installed: Path) -> None:
     done = run_installed(installed, "-m", "hpctrain", "--help")
     assert done.returncode == 0, done.stderr
     assert "submit" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
     done = run_installed(installed, "-c", "from hpctrain.launch.engines.slurm import FILES; print(FILES)")
     assert Path(done.stdout.strip()).is_relative_to(installed), "another hpctrain was imported"
@@ -44,6 +46,7 @@ def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
     assert ours and ours - carried == set()
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_every_module_and_data_file(installed: Path) -> None:
     def files(root: Path) -> set[Path]:
         listed = (path.relative_to(root) for path in (root / "hpctrain").rglob("*") if path.is_file())

@@ -37,6 +37,7 @@ def test_all_lists_of_names_agree() -> None:
     assert set(dir(hpctrain)) == set(hpctrain.__all__)
 
 
+@pytest.mark.slow
 def test_every_name_is_there_and_stays_whatever_else_is_imported() -> None:
     """In a process of its own: the frameworks change the environment."""
     modules = sorted({home.partition(":")[0] for home in hpctrain._HOMES.values()})
@@ -94,6 +95,7 @@ def test_docs_and_examples_use_public_names_only() -> None:
     assert [(place, name) for place, name in found if name not in hpctrain.__all__] == []
 
 
+@pytest.mark.slow
 def test_docstrings_name_every_argument() -> None:
     """In a process of its own: the frameworks change the environment."""
     program = (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling import plot, scaling_command
+from hpctrain.bench.scaling import model, plot, scaling_command
 from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape
 from hpctrain.bench.scaling.model import COMPUTE, EXCHANGE, Gradients, Mode, Prediction, Timing, efficiency, predict
 from hpctrain.bench.scaling.report import recommend, text
@@ -110,9 +110,10 @@ def analysed(shapes: list[Shape], crowded: list[Shape], variant: str = "mpi-node
     )
     by_mode = {mode: [timing(shape, mode) for shape in shapes] for mode in modes}
     options = {"assumed": None, "cores": None, "threshold": 0.7} | more
-    return {"run": "r", "threshold": 0.7, "threads": 1} | scaling_command.analyse(
-        by_mode, samples, started, crowded, **options
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "DRAWS", 10)  # how wide the bounds are is tested above
+        found = scaling_command.analyse(by_mode, samples, started, crowded, **options)
+    return {"run": "r", "threshold": 0.7, "threads": 1} | found
 
 
 def test_sizes_without_a_core_for_each_thread_are_told_and_left_out() -> None:

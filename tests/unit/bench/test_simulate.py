@@ -29,6 +29,7 @@ def test_the_first_node_takes_memory_in_proportion_to_the_ranks(tmp_path: Path) 
     assert many <= 10.5 * few
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_sizes(tmp_path: Path) -> None:
     done = hpctrain("bench", "simulate", "--ranks", "200", "--parts", "verdict,next-look", "--json")
     costs = json.loads(done.stdout)

@@ -222,6 +222,7 @@ def endless_layout() -> h5py.VirtualLayout:
     return layout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60, method="thread")
 @pytest.mark.parametrize(
     ("item", "problem"),

@@ -42,10 +42,10 @@ def test_a_run_of_version_0_1_is_resumed(tmp_path: Path) -> None:
     """It stopped early; with more patience it trains one epoch more, which counts from where it was."""
     folder = shutil.copytree(OLD, tmp_path / "old")
     before = states(folder / "run")["checkpoint"]["best"]
-    hpctrain("train", "run.yaml", cwd=folder)
+    hpctrain("train", "run.yaml", cwd=folder, warm="torch")
     assert events(folder / "run", "run_finished")[-1]["reason"] == "early_stop"
     assert events(folder / "run", "run_finished")[-1]["steps"] == 0
-    hpctrain("train", "run.yaml", "--train.early_stop.patience", "3", cwd=folder)
+    hpctrain("train", "run.yaml", "--train.early_stop.patience", "3", cwd=folder, warm="torch")
     assert events(folder / "run", "run_finished")[-1]["steps"] == 4
     assert states(folder / "run")["early_stop"]["evaluations_since_best"] == 3
     assert states(folder / "run")["checkpoint"]["best"] <= before

@@ -68,6 +68,7 @@ def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> No
     np.testing.assert_array_equal(found["arrays"]["model/qkv"], whole)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     assert len(examples) == 4

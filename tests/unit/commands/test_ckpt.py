@@ -46,6 +46,7 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cut short" in second["problem"]
 
 
+@pytest.mark.slow
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "verify", str(run / "checkpoints")]) == 0
     damage(run, 2)
@@ -157,6 +158,7 @@ def test_odd_manifests_with_right_checksums(
     assert main(["ckpt", "export", second, "-o", str(run / "a.weights.h5")]) in (64, 70)
 
 
+@pytest.mark.slow
 def test_names_that_no_terminal_can_show(run: Path) -> None:
     forge(run, lambda manifest: manifest.update(shards="\ud800"))
     for words in (["ls", str(run)], ["verify", str(run)]):

@@ -34,6 +34,6 @@ def test_files_that_are_there_stay_as_they_are(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("framework", "kind"), KINDS_OF_PROGRAM)
 def test_starters_learn_what_they_are_made_to(framework: str, kind: str, tmp_path: Path) -> None:
     hpctrain("init", "first", "--framework", framework, "--kind", kind, cwd=tmp_path)
-    hpctrain("train", "first.yaml", cwd=tmp_path, timeout=250)
+    hpctrain("train", "first.yaml", cwd=tmp_path, timeout=250, warm=FRAMEWORKS[framework])
     metrics = events(tmp_path / "runs/first", "eval")[-1]["metrics"]
     assert metrics["error"] < 0.5 if kind == "table" else metrics["accuracy"] > 0.9

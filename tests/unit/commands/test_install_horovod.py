@@ -381,6 +381,7 @@ def test_builds_lie_where_nobody_else_can_write(tmp_path: Path, own: Path) -> No
     assert cache.is_private(own)
 
 
+@pytest.mark.slow
 def test_a_prepared_build_in_a_shared_folder_is_not_gone_on_with(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

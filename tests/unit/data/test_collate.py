@@ -146,6 +146,7 @@ def test_a_wrong_collate_is_named(collate, message: str) -> None:
         take(1, collate=collate)
 
 
+@pytest.mark.slow
 def test_samples_of_a_torch_dataset_may_differ() -> None:
     import torch
 

@@ -53,6 +53,7 @@ def test_samplers() -> None:
     assert sorted(Order(4, 4, sampler=names["only_odd"]).batch_indices(0, 0)) == [1, 3]
 
 
+@pytest.mark.slow
 def test_variable_length(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "padded_task.py"
@@ -72,6 +73,7 @@ def test_variable_length(tmp_path: Path) -> None:
     assert batch["mask"].sum(1).tolist() == batch["label"].tolist()
 
 
+@pytest.mark.slow
 def test_streams(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     walk = names_of("class Walk")["Walk"]

@@ -347,6 +347,7 @@ class TestOutside:
         assert main(["data", "pack", str(path), "-o", str(folder / "packed.h5"), *words]) == 0
         assert np.array_equal(everything(folder / "packed.h5")["x"], NUMBERS)
 
+    @pytest.mark.slow
     def test_the_run_file_takes_the_line_of_the_message(
         self, folder: Path, outside: Path, make: Callable[..., Path]
     ) -> None:

@@ -268,6 +268,10 @@ def test_errors_of_a_stream_are_told() -> None:
 def test_what_is_taken_for_a_stream() -> None:
     assert is_stream(Resumable()) and is_stream(open_stream(Again()))
     assert not is_stream({"x": [1]}) and not is_stream("a.h5") and not is_stream(["a.h5"])
+
+
+@pytest.mark.slow
+def test_an_iterable_dataset_of_torch_is_a_stream() -> None:
     torch = pytest.importorskip("torch")
 
     class Lines(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]

@@ -17,6 +17,8 @@ from hpctrain.data import Batch, Field, Order, TrainingData, open_dataset
 from hpctrain.data.worker_pool import IN_WORKER
 from hpctrain.errors import Code, RunFailed, UserError, code_of
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 53
 DATASET = open_dataset({"x": np.random.default_rng(0).normal(size=(LENGTH, 4)), "y": np.arange(LENGTH)})
 ORDER = Order(LENGTH, 12, 1)

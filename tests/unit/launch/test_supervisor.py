@@ -41,6 +41,7 @@ print(json.dumps(verdict.to_json()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saves", "action"), [(True, "requeue"), (False, "done")])
 def test_ranks_of_ours_end_together_those_of_a_plain_program_need_not(tmp_path: Path, saves: bool, action: str) -> None:
     rank = f"{shlex.quote(sys.executable)} -m hpctrain.rank.plain_command"

@@ -116,6 +116,7 @@ def drive(nodes: list[Node], steps: int, slow: int, extra_s: float) -> None:
         time.sleep(0.002)  # the agents look four times a second; the ring must not run ahead of them
 
 
+@pytest.mark.slow
 def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_path: Path) -> None:
     drive(nodes, 400, slow=5, extra_s=0.03)
     for node in nodes:
@@ -130,6 +131,7 @@ def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_pat
         assert (tmp_path / "monitor" / f"agent-{index}.log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -215,6 +217,7 @@ def test_a_rank_with_thousands_of_open_files_awaits_its_agent(tmp_path: Path) ->
         monitor.await_agent()
 
 
+@pytest.mark.slow
 def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
     drive(nodes, 40, slow=0, extra_s=0.0)
     nodes[0].agent.kill()

@@ -107,6 +107,7 @@ def test_resampled_traces_keep_a_recorded_rank_s_steps() -> None:
     np.testing.assert_allclose(np.median(trial.busy()), np.median(recorded.busy()), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_window_of_ten_thousand_ranks_is_judged_in_a_blink() -> None:
     measured = trials.cost(10_000, windows=3)
     assert measured["seconds_per_window"] < 1

@@ -90,6 +90,7 @@ def test_sizes_are_read_as_slurm_reads_them(text: str, count: int) -> None:
     assert num_bytes(text) == count
 
 
+@pytest.mark.slow
 def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
@@ -119,6 +120,7 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
     assert half["activations"] / 2 < whole["activations"], "of one sample; a group has two"
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_told_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
@@ -142,6 +144,7 @@ def plan(capsys: pytest.CaptureFixture[str], code: int, run: Path, *words: str) 
     return plans, f"{told['not_possible']} {said.err}"
 
 
+@pytest.mark.slow
 def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
@@ -181,6 +184,7 @@ def measurement(folder: Path, gradient_bytes: int, inside: bool = True) -> None:
     (folder / "scaling.json").write_text(json.dumps(result))
 
 
+@pytest.mark.slow
 def test_seconds_of_a_step_are_told_from_a_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def test_seconds_of_a_step_are_told_from_a_measurement(
     assert not [one for one in json.loads(capsys.readouterr().out)["plans"] if "step" in one], "no link was measured"
 
 
+@pytest.mark.slow
 def test_sums_of_a_tensor_group_are_counted(tmp_path: Path) -> None:
     """Of each block two sums of activations forward and two back; of the ends some more."""
     (tmp_path / "run.yaml").write_text(RUN)
@@ -237,6 +242,7 @@ def test_sums_of_a_tensor_group_are_counted(tmp_path: Path) -> None:
     assert half.exchanged < whole.exchanged
 
 
+@pytest.mark.slow
 def test_plans_are_drawn_and_kept_for_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +279,7 @@ def task():
 """
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     words = f"name: r\ntask: {tmp_path}/fails.py:task\ntrain: {{steps: 3, global_batch: 8}}\n"
@@ -294,6 +301,7 @@ def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "leaves a rank nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
     uses = "[NO_CUTS, COUPLED, NO_VALIDATION]"
@@ -311,27 +319,32 @@ def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pyte
 
 TASKS = """
 import numpy as np, torch, hpctrain
-import keras
 
 data = {"x": np.zeros((8, 3), np.float32)}
 def linear():
     model = torch.nn.Linear(3, 1)
     return hpctrain.TorchTask(model, lambda out, batch: out.mean(), torch.optim.SGD(model.parameters(), 0.1), data)
 def of_keras():
+    import keras
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     return hpctrain.KerasTask(model, lambda out, batch: out, keras.optimizers.SGD(0.1), data)
 """
 
 
-def test_a_task_that_says_nothing_of_cuts_is_not_cut(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_task_that_says_nothing_of_cuts_is_not_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
-    told = hpctrain("plan", "run.yaml", "-n", 2, cwd=tmp_path)
-    assert "parallel.tensor is 2, and the task does not say how its layers are cut" in told.stdout
+    assert main(["plan", "run.yaml", "-n", "2"]) == 0
+    assert "parallel.tensor is 2, and the task does not say how its layers are cut" in capsys.readouterr().out
     told = hpctrain("plan", "run.yaml", "-n", 2, "--task", "tasks.py:of_keras", cwd=tmp_path, code=64)
     assert "is a KerasTask, of which each rank has all" in told.stderr
 
 
+@pytest.mark.slow
 def test_stages_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of the model is on the stages together, and the largest has least if they are equal."""
     run = tmp_path / "run.yaml"

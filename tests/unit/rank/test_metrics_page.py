@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from sklearn.metrics import f1_score
 
 from hpctrain.config.sections import CheckpointConfig, Config, MonitorConfig, ReduceConfig, TrainConfig
 from hpctrain.rank.fit import fit
@@ -17,6 +16,8 @@ from hpctrain.run import RunView
 from hpctrain.run.events import Eval
 from hpctrain.system.output import quiet_environment
 from tests.support import interrupted_metric
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[3] / "docs" / "tasks.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
@@ -44,6 +45,8 @@ def config_of(folder: Path, source: str) -> Config:
 
 
 def test_the_example_reports_numbers_curves_and_a_matrix(tmp_path: Path) -> None:
+    from sklearn.metrics import f1_score
+
     summary = fit(config_of(tmp_path, EXAMPLE))
     names = {"loss", "auc", "f1", "calibration"}
     assert set(summary.metrics) == names | {f"hard/{name}" for name in names}

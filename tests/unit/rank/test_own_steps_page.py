@@ -20,6 +20,8 @@ from hpctrain.system.output import quiet_environment
 from hpctrain.train.hooks import BaseHook, StopReason
 from hpctrain.train.loop import RunSummary
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[3] / "docs" / "tasks.md"
 SECTION = PAGE.read_text(encoding="utf-8").partition("\n## Own steps\n")[2].partition("\n## ")[0]
 GAN, PAIRS = re.findall(r"```python\n(.*?)```", SECTION, re.S)

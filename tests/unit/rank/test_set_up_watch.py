@@ -51,6 +51,7 @@ def by_supervisor(rank: subprocess.Popen[str], run: RunDir) -> None:
     request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ask", "by", "code"),
     [

@@ -93,6 +93,7 @@ def test_validation_has_a_batch_of_its_own() -> None:
     assert len(make_validation(PLAIN, alone(), open_dataset(ARRAYS), None)) == 3
 
 
+@pytest.mark.slow
 def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(
         "import hpctrain, torch\n"

@@ -13,6 +13,7 @@ from hpctrain.reduce.compression import CODECS
 floats = of_numpy.arrays(np.float32, st.integers(0, 50), elements=st.floats(width=32))
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first call imports torch
 @given(floats)
 @pytest.mark.parametrize("name", ["fp16", "bf16"])

@@ -106,6 +106,7 @@ def test_no_number_is_given_twice(run: RunDir) -> None:
     assert taken == list(range(1, 3001))
 
 
+@pytest.mark.slow
 def test_attempts_that_begin_and_end_at_the_same_time_are_all_recorded(run: RunDir) -> None:
     program = """
 for turn in range(20):
@@ -248,6 +249,7 @@ for _ in range(250):
     assert len(set(numbers)) == len(numbers) == 1000
 
 
+@pytest.mark.slow
 def test_no_two_live_processes_hold_the_lock(run: RunDir) -> None:
     program = """
 inside, rounds = run.path / "inside", 0
@@ -466,6 +468,7 @@ def submit(tmp_path: Path, run: RunDir) -> Callable[[], subprocess.Popen[str]]:
     return lambda: subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 def test_of_two_submits_at_once_one_wins_before_sbatch(
     submit: Callable[[], subprocess.Popen[str]], run: RunDir, tmp_path: Path
 ) -> None:

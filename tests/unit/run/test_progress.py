@@ -119,6 +119,7 @@ def test_a_loss_that_is_not_finite_is_no_point() -> None:
     assert made.curves["loss"].means() == [2.0]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_events() -> None:
     made = progress(event("run_started", 0, total_steps=10**7))
 

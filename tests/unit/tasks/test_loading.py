@@ -38,6 +38,7 @@ load_task("late.py:task", {}, alone(), lambda: None)
 """
 
 
+@pytest.mark.slow
 def test_a_framework_that_comes_too_late_to_be_seeded(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
     loaded = subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -74,6 +74,7 @@ def events() -> list[Event]:
     return [RunStarted(step=0), *(Eval(step=step, metrics={"acc@5": 0.5, "loss": 1.0}) for step in range(1, 9))]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_scalars_and_not_the_run(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorboardX") is None:  # importing it would change the environment
         pytest.skip("tensorboardX is not installed")

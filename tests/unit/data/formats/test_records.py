@@ -108,6 +108,7 @@ def test_each_rank_decodes_what_it_trains_on(kind: str, size: int, tmp_path: Pat
     assert sorted(i for calls in epochs for i in calls) == list(range(LENGTH))
 
 
+@pytest.mark.slow
 def test_worker_processes_read_them(kind: str, tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path / f"a-*.{kind}", ragged=True, decode=KINDS[kind][1])
 

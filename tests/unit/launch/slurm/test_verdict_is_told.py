@@ -11,6 +11,8 @@ import pytest
 
 from hpctrain.errors import ExitCode
 
+pytestmark = pytest.mark.slow
+
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
 SCONTROL = """#!/bin/bash
 case $* in
