@@ -66,20 +66,45 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "from hpctrain.reduce.layout import plan\n"
         "from hpctrain.reduce.torch_horovod import open_horovod_allreduce\n"
         "group = connect().data\n"
-        "def opened():\n"
+        "def opened(half=False):\n"
         "    layout = plan([8], None, 2)\n"
-        "    made = open_horovod_allreduce(group, layout, torch.float32, torch.device('cpu'), half=False)\n"
+        "    made = open_horovod_allreduce(group, layout, torch.float32, torch.device('cpu'), half)\n"
         "    made.flat.fill_(group.rank + 1)\n"
         "    return made\n"
-        "one, two = opened(), opened()\n"
-        "for made in (one, two):\n"  # both under way: their tensors need names of their own
+        "one, two, half = opened(), opened(), opened(half=True)\n"
+        "for made in (one, two, half):\n"  # all under way: their tensors need names of their own
         "    made.start(0, made.flat.numel())\n"
-        "for made in (one, two):\n"
+        "for made in (one, two, half):\n"
         "    made.finish()\n"
         "one.close()\n"
         "two.start(0, 8)\n"
         "two.finish()\n"
         "two.close()\n"
-        "print(one.flat[0].item(), two.flat[0].item(), two.horovod.is_initialized())\n"
+        "half.close()\n"
+        "sums = [one.flat[0], two.flat[0], half.flat[0], half.flat[-1]]\n"
+        "print(*map(float, sums), two.horovod.is_initialized())\n"
     )
-    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["3.0 6.0 False"] * 2
+    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["3.0 6.0 3.0 3.0 False"] * 2
+
+
+@pytest.mark.world_size(2)
+def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
+    program = tmp_path / "group.py"
+    program.write_text(
+        "import torch\n"
+        "from hpctrain.comm.world import connect\n"
+        "from hpctrain.parallel.torch_exchange import Waiting, over_gloo\n"
+        "from hpctrain.train.clock import NO_CLOCK\n"
+        "group = connect().data\n"
+        "exchange = over_gloo(group, torch.device('cpu'), Waiting(NO_CLOCK), timeout_s=20.0)\n"
+        "own, other = torch.arange(3.0) + group.rank, torch.zeros(3)\n"
+        "total = exchange.sum(own, torch.float64, 'add up')\n"
+        "both = torch.cat(exchange.gather(own, 'gather'))\n"
+        "exchange.post(own, 1 - group.rank, 0)\n"
+        "exchange.expect(other, 1 - group.rank, 0)('send')\n"
+        "exchange.settle('take')\n"
+        "print(total.tolist(), both.tolist(), (own + other).tolist())\n"
+    )
+    both = [0.0, 1.0, 2.0, 1.0, 2.0, 3.0]
+    wanted = f"{[1.0, 3.0, 5.0]} {both} {[1.0, 3.0, 5.0]}"
+    assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == [wanted] * 2

@@ -74,7 +74,9 @@ def test_a_rank_that_updates_nothing_goes_along(results: Any) -> None:
 
 @pytest.mark.parametrize("name", HALVES)
 def test_curves_are_those_of_a_replicated_run(results: Any, name: str) -> None:
+    """After 14 updates; after 50, clipped and with moving averages, also those of one process."""
     found = results(2)["curves"][name]
+    print(f"{name}: losses {found[0]['losses']:.1e}, weights {found[0]['numbers']:.1e}")
     assert len({rank["hash"] for rank in found}) == 1
     for rank in found:
         assert rank["losses"] <= 1e-6 and rank["numbers"] <= 1e-6

@@ -151,6 +151,14 @@ def test_low_precision_stays_near(results: Results, precision: str) -> None:
     np.testing.assert_allclose(found[precision]["losses"], found["whole"]["losses"][:2], rtol=0.02)
 
 
+@pytest.mark.parametrize("plan", ["cut", "hybrid"])
+def test_cut_layers_that_compute_again_train_to_the_same_bits(results: Results, plan: str) -> None:
+    """With dropout; by whole parameters, and by rows of them."""
+    found = results()["runs"]
+    assert found[f"{plan}, again"] == found[f"{plan}, kept"]
+    assert found[f"{plan}, kept"]["losses"] != found["run"]["losses"], "something was dropped"
+
+
 def test_what_cannot_be_sharded_is_refused(results: Results) -> None:
     found = results()["runs"]
     assert "Adafactor does not update the rows of words.weight by themselves" in found["adafactor"]["error"]

@@ -88,7 +88,8 @@ def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, .
 
 
 def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
-    """Of tables of several widths: some rows of each; none on rank 0 at times; and of one all rows, which is summed."""
+    """Of tables of several widths: some rows of each; none on rank 0 at times; and of one all but a row, which is
+    summed."""
     tables = [(50, 3), (70_000, 5), (7, 1), (20, 4)]
     exchange = RowExchange(world.data, tables, dtype, largest)
     random = np.random.default_rng([3, world.rank])
@@ -96,10 +97,12 @@ def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
         given = []
         for rows, columns in tables:
             most = 0 if world.rank == 0 and turn % 3 == 0 else int(random.integers(0, min(rows, 9)))
-            indices = np.arange(rows) if columns == 4 else random.permutation(rows)[:most]
+            all_but_one = np.delete(np.arange(rows), world.rank)
+            indices = all_but_one if columns == 4 else random.permutation(rows)[:most]
             given.append(Rows(indices, random.normal(size=(len(indices), columns)).astype(dtype)))
         for table, mine, total in zip(tables, given, exchange.sum(given), strict=True):
             whole, found = np.zeros(table), np.zeros(table)
+            assert table[1] != 4 or len(total.indices) == table[0], "each row is one of some rank"
             whole[mine.indices], found[total.indices] = mine.values, total.values
             np.testing.assert_allclose(found, world.data.sum(whole, "add up tables"), rtol=0, atol=1e-5)
             assert len(np.unique(total.indices)) == len(total.indices) and total.values.dtype == dtype

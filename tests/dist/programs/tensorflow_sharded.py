@@ -138,7 +138,8 @@ def many(world: World, folder: Path) -> dict[str, Any]:
 
 
 def curves(world: World, folder: Path) -> dict[str, Any]:
-    """Losses and weights of some updates in float32, replicated and sharded, by how they are trained."""
+    """Losses and weights of some updates in float32, sharded and replicated, by how they are trained; the longest one
+    beside one process, too."""
     adam = {"optimizer": lambda: keras.optimizers.Adam(1e-2)}
     settings: dict[str, dict[str, Any]] = {
         "clipped and weighted": adam | {"clip_norm": 0.3, "ema_decay": 0.9, "loss": weighted_loss},
@@ -149,14 +150,18 @@ def curves(world: World, folder: Path) -> dict[str, Any]:
     }
     found = {}
     for name, changes in settings.items():
-        each = []
-        for parallel in (SHARDED, WHOLE):
-            framework = make_framework(world, **({"model": plain_model} | changes), parallel=parallel, kind="mpi")
-            losses = train(framework, 50 if name.startswith("clipped") else 14)
+        each, is_long = [], name.startswith("clipped")
+        ways = [(world, SHARDED, "mpi"), (world, WHOLE, "mpi"), *([(alone(), WHOLE, "none")] if is_long else [])]
+        for ranks, parallel, kind in ways:
+            framework = make_framework(ranks, **({"model": plain_model} | changes), parallel=parallel, kind=kind)
+            losses = train(framework, 50 if is_long else 14)
             each.append((losses, numbers_of(framework), framework.weights_hash()))
             framework.close()
-        (losses, numbers, digest), (others, wanted, _) = each
-        mine = {"losses": furthest([np.array(losses)], [np.array(others)]), "numbers": furthest(numbers, wanted)}
+        (losses, numbers, digest), *others = each
+        mine = {
+            "losses": max(furthest([np.array(losses)], [np.array(other)]) for other, _, _ in others),
+            "numbers": max(furthest(numbers, wanted) for _, wanted, _ in others),
+        }
         mine["falls"] = float(np.mean(losses[-7:]) / np.mean(losses[:7]))
         found[name] = world.data.allgather({**mine, "hash": digest}, "compare")
     return found

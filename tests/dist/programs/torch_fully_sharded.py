@@ -369,6 +369,10 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
         "fp16": run(folder, "fp16", **low, train__precision="fp16", train__clip_norm=0.5),
         "adafactor": run(folder, "adafactor", task_args__optimizer="adafactor"),
     }
+    for plan, keys in (("cut", {"parallel__shard": "none", "reduce__kind": "mpi"}), ("hybrid", {})):
+        own = {"parallel__tensor": 2, "task_args__dropout": 0.5, **keys}
+        found[f"{plan}, kept"] = run(folder, f"{plan}-kept", **own)
+        found[f"{plan}, again"] = run(folder, f"{plan}-again", **own, train__recompute="['blocks.*', 'words']")
     for name in ("whole", "run"):
         assert command(["predict", str(folder / name / "run.yaml")]) == 0, name
     found["opened"] = run(folder, "opened", task="opening")
