@@ -7,7 +7,8 @@
 #               user who is not root; kill each of 8 ranks that share out models; compare programs of others with their
 #               own launchers; relaunch jobs of Slurm 200 times after the loss of a node or a rank; train 50 updates by
 #               each plan in float32; leave each exchange of each plan out once, which a test has to see; over two hours.
-#               Parts that have passed are not repeated after an interruption
+#               Parts that have passed are not repeated after an interruption. Installs what programs of others need
+#               (env/foreign.txt) into build/foreign
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
 # make mutants  make 200 small mistakes in the modules that decide: tests have to see nine of ten; half an hour
@@ -66,6 +67,15 @@ build/torture/updates: TESTS := HPCTRAIN_UPDATES=all tests/dist/test_plans_in_fl
 build/torture/collectives: | setup-dev
 	$(BIN)/python -m tests.mutants.collectives build/torture/seen
 	@touch $@
+
+build/torture/ports build/torture/programs: | build/foreign
+build/torture/ports build/torture/programs: private export PYTHONPATH := $(CURDIR)/build/foreign
+
+build/foreign: env/foreign.txt | setup-dev
+	rm -rf $@ $@.part
+	PATH=$(abspath $(BIN)):$$PATH DS_BUILD_OPS=0 DS_BUILD_SHM_COMM=1 $(BIN)/python -m pip install --no-cache-dir --no-deps \
+	  --no-build-isolation --target $@.part -r $<
+	mv $@.part $@
 
 build/torture/%: | setup-dev
 	env $(firstword $(TESTS)) $(BIN)/python $(AS_SOMEBODY) -m pytest -q $(wordlist 2,9,$(TESTS))

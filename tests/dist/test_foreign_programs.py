@@ -27,8 +27,9 @@ def weights(text: str) -> float:
 @pytest.mark.timeout(foreign.LIMIT_S * 2)
 @pytest.mark.parametrize("name", foreign.COMPARED)
 def test_a_program_gives_the_numbers_of_its_own_launcher(name: str, tmp_path: Path) -> None:
-    own = foreign.under_its_own_launcher(name, tmp_path)
-    words = ("--launch.convention", foreign.convention(name), "--", sys.executable, *foreign.words(name))
+    program = foreign.KINDS[name]
+    own = program.under_its_own_launcher(tmp_path)
+    words = ("--launch.convention", program.convention, "--", sys.executable, *program.words())
     ours = hpctrain("run", "-n", 2, "--name", name, *words, cwd=tmp_path, timeout=foreign.LIMIT_S)
     assert len(foreign.losses(own.stdout)) == 5, own.output
     assert foreign.losses(ours.stdout) == foreign.losses(own.stdout)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.run import STEPS, Run
+from tests.support.mpi import python_path
 from tests.support.warm_ranks import STAND_IN
 
 RANKS = {
@@ -46,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
     checkout = Path(__file__).parents[2]
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{slurm.SEARCH_PATH}",
-        "PYTHONPATH": f"{STAND_IN.parent}:{checkout}",
+        "PYTHONPATH": python_path(STAND_IN.parent, checkout),
         "HOME": str(folder / "home"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),

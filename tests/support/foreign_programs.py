@@ -7,45 +7,79 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slurm.cluster import free_ports
 from tests.support.command import environment
-from tests.support.mpi import Result, mpirun, run_in_group
+from tests.support.mpi import Result, rank_command, run_in_group
 
 PROGRAMS = Path(__file__).parents[1] / "dist" / "programs"
 ALL = os.environ.get("HPCTRAIN_FOREIGN") == "all"
-UNDER_MPIRUN = {"horovod-torch": ["foreign_horovod_torch.py"], "horovod-keras": ["foreign_horovod_keras.py"]}
-UNDER_TORCHRUN = {"ddp": ["foreign_ddp.py"], "fsdp": ["foreign_ddp.py", "fsdp"]}
-BY_TF_CONFIG = {"multiworker": ["foreign_multiworker.py"]}
-"""Two processes, each with the variable that tells it of the other."""
-COMPARED = (*UNDER_MPIRUN, *UNDER_TORCHRUN, *BY_TF_CONFIG) if ALL else ("horovod-torch",)
 LIMIT_S = 240
 
 
-def words(name: str) -> list[str]:
-    """The program's file and arguments."""
-    file, *arguments = (UNDER_MPIRUN | UNDER_TORCHRUN | BY_TF_CONFIG)[name]
-    return [str(PROGRAMS / file), *arguments]
+def by_mpirun(file: str, *arguments: str) -> list[str]:
+    """As for Horovod."""
+    return rank_command(2, Path(file), *arguments)
 
 
-def convention(name: str) -> str:
-    """The value of launch.convention that the program needs."""
-    return "tensorflow" if name in BY_TF_CONFIG else "auto"
+def by_torchrun(*words: str) -> list[str]:
+    """As for all that takes its variables."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
 
 
-def under_its_own_launcher(name: str, folder: Path) -> Result:
-    """The program on two ranks of this machine, without us."""
-    file, *arguments = words(name)
-    if name in UNDER_MPIRUN:
-        return mpirun(2, Path(file), *arguments, timeout=LIMIT_S)
-    if name in BY_TF_CONFIG:
-        hosts = [f"127.0.0.1:{port}" for port in free_ports(2)]
-        told = [json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": at}}) for at in (0, 1)]
-        first, second = (f"TF_CONFIG={shlex.quote(each)} {shlex.join([sys.executable, file])}" for each in told)
-        return run_in_group(["sh", "-c", f"{second} & {first}; wait"], environment(), folder, LIMIT_S)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run_in_group([*torchrun, file, *arguments], environment(), folder, LIMIT_S)
+def by_itself(*words: str) -> list[str]:
+    """As for a program that starts its ranks."""
+    return [sys.executable, *words]
+
+
+def by_tf_config(*words: str) -> list[str]:
+    """Two processes, each with the variable that tells it of the other."""
+    hosts = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    told = [json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": at}}) for at in (0, 1)]
+    first, second = (f"TF_CONFIG={shlex.quote(each)} {shlex.join([sys.executable, *words])}" for each in told)
+    return ["sh", "-c", f"{second} & {first}; wait"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of them."""
+
+    file: str
+    own: Callable[..., list[str]]
+    """The command by its own launcher."""
+    arguments: Sequence[str] = ()
+    across: Sequence[str] | None = None
+    """Its arguments where each of its two ranks has a node; None: the same."""
+    convention: str = "auto"
+    """The value of launch.convention that it needs."""
+    launcher: str = "auto"
+    """The value of launch.launcher that it needs in a job."""
+
+    def words(self, nodes: int = 1) -> list[str]:
+        """The program's file and arguments."""
+        arguments = self.arguments if nodes == 1 or self.across is None else self.across
+        return [str(PROGRAMS / self.file), *arguments]
+
+    def under_its_own_launcher(self, folder: Path) -> Result:
+        """The program on two ranks of this machine, without us."""
+        return run_in_group(self.own(*self.words()), environment(), folder, LIMIT_S)
+
+
+KINDS = {
+    "horovod-torch": Program("foreign_horovod_torch.py", by_mpirun),
+    "horovod-keras": Program("foreign_horovod_keras.py", by_mpirun),
+    "ddp": Program("foreign_ddp.py", by_torchrun),
+    "fsdp": Program("foreign_ddp.py", by_torchrun, ["fsdp"]),
+    "multiworker": Program("foreign_multiworker.py", by_tf_config, convention="tensorflow"),
+    "lightning": Program("foreign_lightning.py", by_itself, ["2", "1"], across=["1", "2"], launcher="srun"),
+    "accelerate": Program("foreign_accelerate.py", by_torchrun),
+    "deepspeed": Program("foreign_deepspeed.py", by_torchrun),
+}
+"""The last three need env/foreign.txt."""
+COMPARED = tuple(KINDS) if ALL else ("horovod-torch",)
 
 
 def losses(text: str) -> list[str]:

@@ -47,11 +47,22 @@ def is_open_mpi(mpirun: str) -> bool:
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment for ranks: one thread each, quiet, nothing inherited from a launcher around the tests."""
+    """An environment for ranks: one thread each, quiet, nothing inherited from a launcher around the tests.
+
+    Python finds what the tests find, too: ``make torture`` has packages there that the environment is without.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FRESH)}
     env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT | QUICK_START
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
-    return env | dict(extra or {})
+    added = dict(extra or {})
+    if "PYTHONPATH" in added:
+        added["PYTHONPATH"] = python_path(added["PYTHONPATH"])
+    return env | added
+
+
+def python_path(*folders: Path | str) -> str:
+    """PYTHONPATH of these folders, then of those that the tests have."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_in_group(command: list[str], env: Mapping[str, str], cwd: Path | None, timeout: float) -> Result:
