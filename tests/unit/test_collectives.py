@@ -15,4 +15,4 @@ def test_every_exchange_that_is_left_out_is_there() -> None:
     for one in every:
         code = (ROOT / one.module).read_text(encoding="utf-8")
         compile(changed(code, one.call, one.without), one.module, "exec")
-        assert (ROOT / one.tests[0]).exists()
+        assert (ROOT / one.tests[0].partition("::")[0]).exists()

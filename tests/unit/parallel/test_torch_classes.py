@@ -130,7 +130,8 @@ def test_metrics_get_all_classes() -> None:
             return own(values)
 
     for outputs in in_threads(2, on_a_rank):
-        assert torch.equal(outputs, wanted)
+        # Not their bits: some processors' matrix products add up in another order where a matrix is narrower.
+        torch.testing.assert_close(outputs, wanted, rtol=1e-12, atol=0)
         assert torch.equal(cross_entropy(outputs, targets), cross_entropy(wanted, targets))
 
 
