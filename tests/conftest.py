@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,11 @@ _AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorsk
 """A framework, or a file of ours or of the tests that is named after the framework that it imports."""
 _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
 """Environment variables that the frameworks and pytest set when they are imported."""
+
+
+def pytest_configure() -> None:
+    """What a shell starts in the background ignores interrupts, and children inherit that; not what handles them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
