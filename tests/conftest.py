@@ -51,12 +51,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _for_check(config) and _imports_a_framework(collection_path) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
     for item in items:
         if _imports_a_framework(item.path):
             item.add_marker(pytest.mark.slow)
-        group = "slurm" if item.get_closest_marker("slurm") else str(item.path)
+        group = "slurm" if Path(__file__).parent / "slurm" in item.path.parents else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

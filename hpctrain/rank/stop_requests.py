@@ -121,10 +121,9 @@ class StopRequests(BaseHook):
         return False
 
     def request_behind(self, flag: int) -> StopRequest:
-        """Who asked."""
-        if flag == STOP_FILE:
-            return requested_stop(self.run_dir) or BY_PERSON
-        return StopRequest.of_signal(flag)
+        """Who asked: what the STOP file says, where there is one, is what the supervisor heard first."""
+        told = BY_PERSON if flag == STOP_FILE else StopRequest.of_signal(flag)
+        return requested_stop(self.run_dir) or told
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Completes what is still under way: all ranks come here after the same step."""
