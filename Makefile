@@ -28,7 +28,7 @@ demo: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone" tests/slurm tests/dist tests/gpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone" tests/slurm tests/dist tests/gpu
 	$(BIN)/python -m pytest -m alone tests/dist
 
 check: lint

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support import mpi
 
@@ -51,14 +53,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _for_check(config) and _imports_a_framework(collection_path) else None
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
+    """Tests that import a framework are slow."""
     for item in items:
         if _imports_a_framework(item.path):
             item.add_marker(pytest.mark.slow)
-        group = "slurm" if Path(__file__).parent / "slurm" in item.path.parents else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """With ``--dist loadfile``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
+    return OneSlurm(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class OneSlurm(LoadFileScheduling):
+    """Gives a process all of a file, or of the folder of Slurm."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return "slurm" if file.startswith("tests/slurm/") else file
 
 
 @pytest.hookimpl(wrapper=True)
