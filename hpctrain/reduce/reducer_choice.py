@@ -108,6 +108,8 @@ MOST_RUNS = 8
 BUDGET_S = 10.0
 HOPELESS = 1.6
 """Times the fastest from which on a candidate has no second turn: the others are measured the longer."""
+QUICK_S = 2.0
+"""No candidate is hopeless where all turns of all of them take less: one run of milliseconds may be a hiccup's."""
 ADVANTAGE = 0.02
 """A later candidate has to be this much faster than an earlier one to be taken in its place."""
 
@@ -158,9 +160,10 @@ def choose(
         for name, seconds in times.items():
             kept.setdefault(name, []).extend(seconds[1:])  # the first run makes ready
         if turn == 0:
-            # The better one of both runs: a hiccup drops no candidate.
+            # The better one of both runs, where the first one does not compile.
             least = slowest_rank(group, {name: min(seconds) for name, seconds in times.items()})
-            left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
+            if (PASSES - 1) * (1 + MOST_RUNS) * sum(least.values()) > QUICK_S:
+                left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
             turn_s = max(sum(least[candidate.name] for candidate in left), 1e-6)
             runs = min(MOST_RUNS, int(BUDGET_S / (PASSES - 1) / turn_s) - 1)
             if runs < 1 or len(left) == 1:

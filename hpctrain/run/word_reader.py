@@ -15,7 +15,7 @@ from hpctrain.system import safe_read
 
 HEAD_BYTES = 2048
 """A word without a traceback is shorter; the rest of its file is blank."""
-READ_BYTES_A_LOOK = 16 << 20
+READ_BYTES_A_LOOK = 8 << 20
 """After that much the remaining files wait for the next look."""
 SETTLED_S = 2.0
 """A file that was written later than this may change again within the resolution of its time stamp."""
