@@ -20,7 +20,7 @@ from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang
 from hpctrain.monitor.chief.heat import Heat
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.peers import Move, evening
-from hpctrain.monitor.chief.stops import Stops
+from hpctrain.monitor.chief.suspensions import Suspensions
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire import Message
 from hpctrain.run import EventWriter, bad_nodes
@@ -121,7 +121,7 @@ class Chief:
         self.next_check = 0.0
         self.first_beat: float | None = None
         self.said_who_is_missing = False
-        self.stops = Stops()
+        self.suspensions = Suspensions()
         self.ran_at = -math.inf
         """The last report of a rank that was not stopped."""
         self.suspended_at: float | None = None
@@ -163,7 +163,7 @@ class Chief:
             return []
         self.next_check = now + CHECK_S
         self.note_suspension(now)
-        beats = [aged(beat, at, now, self.stops) for at, group in self.beats.values() for beat in group]
+        beats = [aged(beat, at, now, self.suspensions) for at, group in self.beats.values() for beat in group]
         if len(beats) < len(self.hosts) and not self.begins_without(beats, now):
             return []
         hang = self.watch.observe(beats)
@@ -184,18 +184,18 @@ class Chief:
             self.say("every rank is stopped by a signal: until they continue, time does not count", False)
             self.suspended_at = max(self.ran_at, *(at - beat.age_s for at, beat in told))
         if self.suspended_at is not None:
-            self.stops.add(self.suspended_at, now)
+            self.suspensions.add(self.suspended_at, now)
             self.suspended_at = now if stopped else None
 
     def observer_stopped(self, begin: float, end: float) -> None:
         """The agent itself did not run between two moments, and perhaps the ranks did not either."""
-        self.stops.add(begin, end)
+        self.suspensions.add(begin, end)
 
     def begins_without(self, beats: list[Beat], now: float) -> bool:
         """Whether the wait for ranks that have never been heard of is over; says once that it is."""
         if self.first_beat is None and beats:
             self.first_beat = now
-        if self.first_beat is None or self.stops.running(self.first_beat, now) < JOIN_S:
+        if self.first_beat is None or self.suspensions.running(self.first_beat, now) < JOIN_S:
             return False
         if not self.said_who_is_missing:
             self.said_who_is_missing = True
@@ -401,7 +401,7 @@ class Chief:
                 self.say(f"the monitor cannot write its heat map: {error.what}", False)
 
 
-def aged(beat: Beat, at: float, now: float, stops: Stops) -> Beat:
+def aged(beat: Beat, at: float, now: float, suspensions: Suspensions) -> Beat:
     """A heartbeat some time after it was reported."""
-    lost = stops.running(at, now) > SILENT_S and beat.state not in (ENDED, GONE)
-    return replace(beat, age_s=stops.running(at - beat.age_s, now), state=SILENT if lost else beat.state)
+    lost = suspensions.running(at, now) > SILENT_S and beat.state not in (ENDED, GONE)
+    return replace(beat, age_s=suspensions.running(at - beat.age_s, now), state=SILENT if lost else beat.state)

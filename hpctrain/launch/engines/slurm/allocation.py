@@ -5,23 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage
+from hpctrain.launch.engines.slurm.helper_steps import heard
 from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
+from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step
 from hpctrain.launch.engines.slurm.preflight import Expected, Fault
-from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
-from hpctrain.launch.patience import patiently
-from hpctrain.launch.postmortem import last_line
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -29,14 +23,6 @@ from hpctrain.run.verdict import ORDERLY_CODES
 from hpctrain.system import python
 from hpctrain.system.output import say, tell
 
-STAGE_IN_S = 3600.0
-"""Longest time that stage-in may take."""
-STAGE_FROM_NODES = 32
-"""Nodes from which on the environment is staged by default.
-
-A rank makes some 41,000 file calls at its start, nearly all of them to import, and the first one on each node makes
-them to the file server: 1.3 million on 32 nodes, more than a minute for a server that answers 20,000 a second.
-"""
 EMPTY_STEP_S = 30.0
 """Longest time that a step which does nothing may take."""
 PMIX_STEPS = 2
@@ -73,7 +59,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
         skip_steps(run, PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
-    interpreter, copies = stage_in(config, run, job)
+    interpreter, copies = stage.stage_in(config, run, job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
     failed: list[tuple[Launcher, Fault]] = []
@@ -128,23 +114,6 @@ def unclean(attempts: Sequence[Attempt], job: str) -> int:
     )
 
 
-def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of a helper on the nodes, which is started again while Slurm's controller is away.
-
-    Raises:
-        RunFailed: the controller stays away.
-        Stopped: a person stopped the run meanwhile.
-    """
-
-    def ask() -> tuple[int, str]:
-        code, output = _run(words, env, timeout_s)
-        if code and (said := client.unheard(output)):
-            raise client.Unheard(f"Slurm starts no step ({said})", "submit the run again when Slurm's controller is up")
-        return code, output
-
-    return patiently(ask, client.Unheard, run)
-
-
 def skip_steps(run: RunDir, number: int) -> None:
     """Uses up step numbers with empty steps.
 
@@ -173,74 +142,3 @@ def check(
     if any(problem.fatal for problem in problems):
         tell(output)
     return problems, preflight.hosts_of_tasks(reports)
-
-
-def interpreter_of(config: Config) -> str:
-    """The ranks' interpreter: this one, but inside an image the image's."""
-    return "python3" if config.task and config.launch.slurm.wrap else sys.executable
-
-
-def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]]:
-    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies.
-
-    Raises:
-        NoRequeue: it did not end well on every node.
-    """
-    launch = config.launch
-    if launch.stage_environment is None and stages_by_default(config, job):
-        try:
-            return _stage(config, run, job, environment=True)
-        except HpctrainError as error:  # no one asked for it
-            say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
-    return _stage(config, run, job, environment=bool(launch.stage_environment))
-
-
-def stages_by_default(config: Config, job: Job) -> bool:
-    """Whether the Python environment goes to many nodes: not an image, nor Python of the system, which nodes have."""
-    is_own = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists()
-    return job.nodes >= STAGE_FROM_NODES and is_own and bool(config.task) and not config.launch.slurm.wrap
-
-
-def _stage(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[str, dict[str, str]]:
-    """See ``stage_in``."""
-    launch = config.launch
-    own = interpreter_of(config)
-    if not launch.stage_in and not environment:
-        return own, {}
-    folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
-    command = python.module("hpctrain.launch.engines.slurm.stage", str(folder), *map(_absolute, launch.stage_in))
-    if environment:
-        archive = run.path / "environment.tar"
-        stage.pack(Path(sys.prefix), archive)
-        command += ["--unpack", str(archive)]
-        own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    code, output = heard(run, once_a_node(job.nodes, command), launch.env, STAGE_IN_S)
-    if told := preflight.reports(output.splitlines(), stage.MARK):
-        raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
-    if code:
-        tell(output)
-        why = last_line(output) or f"it ended with code {code}"
-        raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
-    return own, {name: str(stage.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
-
-
-def _run(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of a helper on the nodes; what hangs is ended, with its output until then."""
-    with tempfile.TemporaryFile() as output:
-        with subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}
-        ) as process:
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        output.seek(0)
-        return process.returncode, output.read().decode(errors="replace")
-
-
-def _absolute(name: str) -> str:
-    return str(Path(name).absolute())

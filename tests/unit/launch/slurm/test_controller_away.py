@@ -16,7 +16,7 @@ from hpctrain.errors import Code, ExitCode, RunFailed
 from hpctrain.launch import attempt as attempts
 from hpctrain.launch import patience
 from hpctrain.launch.attempt import Launch, Limits
-from hpctrain.launch.engines.slurm import allocation, client, requeue
+from hpctrain.launch.engines.slurm import client, helper_steps, requeue
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.submission import submissions
 from hpctrain.launch.engines.slurm.supervise import follow
@@ -78,7 +78,7 @@ def test_what_srun_says_of_a_controller_that_is_away(said: str, expected: bool) 
 
 def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program(programs, "srun", away(programs, 2, AWAY, "echo told"))
-    assert allocation.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
+    assert helper_steps.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
     assert calls(programs) == 3
     assert capfd.readouterr().err.count("Unable to contact slurm controller") == 2
 
@@ -86,13 +86,13 @@ def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFi
 def test_a_step_does_not_wait_for_ever(programs: Path) -> None:
     program(programs, "srun", away(programs, 99, AWAY, ""))
     with pytest.raises(RunFailed, match=r"Slurm starts no step .*Unable to contact"):
-        allocation.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
+        helper_steps.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert calls(programs) == 3
 
 
 def test_a_step_that_fails_for_another_reason_is_not_started_again(programs: Path) -> None:
     program(programs, "srun", away(programs, 99, GAVE_UP, ""))
-    code, output = allocation.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
+    code, output = helper_steps.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert (code, output.strip(), calls(programs)) == (1, GAVE_UP, 1)
 
 
@@ -133,7 +133,7 @@ def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
     began = time.monotonic()
 
     def preflight(number: int) -> Launch:
-        allocation.heard(run, ["srun", "true"], {}, 60)
+        helper_steps.heard(run, ["srun", "true"], {}, 60)
         raise AssertionError("ranks are started")
 
     verdict = supervise(run, preflight, Limits(), Attempt())

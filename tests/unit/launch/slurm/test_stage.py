@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig, TrainConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, UserError
-from hpctrain.launch.engines.slurm import allocation, preflight, stage
+from hpctrain.launch.engines.slurm import preflight, stage, stage_on_node
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.rank.staged import staged_args
 from hpctrain.run.folder import RunDir
@@ -20,8 +20,8 @@ from hpctrain.run.rank_environment import STAGED
 
 def staged(folder: Path, *sources: Path) -> dict[Path, Path]:
     """Stages and returns where things went."""
-    targets = {source: stage.target(folder, source) for source in sources}
-    stage.stage(folder, targets)
+    targets = {source: stage_on_node.target(folder, source) for source in sources}
+    stage_on_node.stage(folder, targets)
     return targets
 
 
@@ -74,7 +74,7 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
 def test_no_room_is_said_before_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.h5"
     source.write_text("x")
-    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0})())
+    monkeypatch.setattr(stage_on_node.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0})())
     with pytest.raises(UserError, match=r"0\.0 GB free"):
         staged(tmp_path / "scratch", source)
     assert not (tmp_path / "scratch").exists()
@@ -106,12 +106,12 @@ def test_an_environment_is_packed_once_and_works_elsewhere(tmp_path: Path) -> No
     (prefix / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     (prefix / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     archive = tmp_path / "environment.tar"
-    stage.pack(prefix, archive)
+    stage_on_node.pack(prefix, archive)
     first = archive.stat().st_ino
     os.utime(archive)
-    stage.pack(prefix, archive)
+    stage_on_node.pack(prefix, archive)
     assert archive.stat().st_ino == first
-    stage.unpack(archive, tmp_path / "node" / "environment")
+    stage_on_node.unpack(archive, tmp_path / "node" / "environment")
     assert (tmp_path / "node" / "environment" / "bin" / "python").exists()
 
 
@@ -121,7 +121,7 @@ def test_an_environment_that_cannot_be_unpacked_is_explained(tmp_path: Path, con
     if content is not None:
         archive.write_bytes(content)
     with pytest.raises(UserError, match=f"cannot stage {archive} on ") as caught:
-        stage.unpack(archive, tmp_path / "node" / "environment")
+        stage_on_node.unpack(archive, tmp_path / "node" / "environment")
     assert f"remove {archive}" in caught.value.fix
 
 
@@ -138,13 +138,13 @@ def test_an_environment_with_new_packages_is_packed_anew(tmp_path: Path, kind: s
     packages.mkdir(parents=True)
     os.utime(packages, (1, 1))
     archive = tmp_path / "environment.tar"
-    stage.pack(tmp_path / "environment", archive)
+    stage_on_node.pack(tmp_path / "environment", archive)
     first = archive.stat().st_ino
-    stage.pack(tmp_path / "environment", archive)
+    stage_on_node.pack(tmp_path / "environment", archive)
     assert archive.stat().st_ino == first
     os.utime(archive, (2, 2))
     (packages / "new").mkdir()
-    stage.pack(tmp_path / "environment", archive)
+    stage_on_node.pack(tmp_path / "environment", archive)
     assert archive.stat().st_mtime > 2
 
 
@@ -155,7 +155,7 @@ NO_ROOM = {"what": "no room on n2", "fix": "make some", "code": "disk_full"}
     ("said", "what", "code"),
     [
         ("srun: error: n2: task 1: Killed", "srun: error: n2: task 1: Killed", Code.EXCEPTION),
-        (f"noise\n0: {stage.MARK}{json.dumps(NO_ROOM)} noise", "no room on n2", Code.DISK_FULL),
+        (f"noise\n0: {stage_on_node.MARK}{json.dumps(NO_ROOM)} noise", "no room on n2", Code.DISK_FULL),
         ("", "it ended with code 9", Code.EXCEPTION),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
     with pytest.raises(NoRequeue, match="stage-in: ") as caught:
-        allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
+        stage.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
     assert (caught.value.what, caught.value.code) == (f"stage-in: {what}", code)
 
 
@@ -175,8 +175,8 @@ def test_a_node_tells_what_went_wrong_as_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["stage", str(tmp_path / "scratch"), str(tmp_path / "missing.h5")])
-    assert stage.main() == ExitCode.USER_ERROR
-    [report] = preflight.reports(capsys.readouterr().err.splitlines(), stage.MARK)
+    assert stage_on_node.main() == ExitCode.USER_ERROR
+    [report] = preflight.reports(capsys.readouterr().err.splitlines(), stage_on_node.MARK)
     assert "missing.h5" in report["what"] and (report["fix"], report["code"]) == (
         "correct the path, or put the file where all nodes see it",
         "user_error",
@@ -187,8 +187,8 @@ def many_nodes(monkeypatch: pytest.MonkeyPatch, venv: bool = True) -> list[Path]
     """Archives that are made of the environment, instead of making them."""
     made: list[Path] = []
     monkeypatch.setattr(sys, "base_prefix", "/usr" if venv else sys.prefix)
-    monkeypatch.setattr(stage, "pack", lambda prefix, archive: made.append(archive))
-    monkeypatch.setattr(allocation, "heard", lambda run, words, env, timeout_s: (0, ""))
+    monkeypatch.setattr(stage_on_node, "pack", lambda prefix, archive: made.append(archive))
+    monkeypatch.setattr(stage, "heard", lambda run, words, env, timeout_s: (0, ""))
     return made
 
 
@@ -210,7 +210,7 @@ def test_the_environment_is_staged_by_default_on_many_nodes(
     made = many_nodes(monkeypatch, venv)
     launch = LaunchConfig(stage_environment=asked, slurm=SlurmConfig(scratch=str(tmp_path), wrap=wrap))
     config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2), launch=launch)
-    interpreter, _ = allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes, nodes, 0, "n[1-32]"))
+    interpreter, _ = stage.stage_in(config, RunDir(tmp_path), Job("7", nodes, nodes, 0, "n[1-32]"))
     assert bool(made) is expected
     assert interpreter.startswith(str(tmp_path / "hpctrain-7" / "environment")) is expected
 
@@ -222,8 +222,8 @@ def test_an_environment_that_nobody_asked_to_stage_ends_nothing(
         raise UserError("no space left", "free space")
 
     many_nodes(monkeypatch)
-    monkeypatch.setattr(stage, "pack", full)
+    monkeypatch.setattr(stage_on_node, "pack", full)
     config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2))
     job = Job("7", 32, 32, 0, "n[1-32]")
-    assert allocation.stage_in(config, RunDir(tmp_path), job) == (sys.executable, {})
+    assert stage.stage_in(config, RunDir(tmp_path), job) == (sys.executable, {})
     assert "no space left" in capsys.readouterr().err

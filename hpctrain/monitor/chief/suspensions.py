@@ -8,7 +8,7 @@ REMEMBERED = 64
 """Spans; older ones are long past by the time that there are this many."""
 
 
-class Stops:
+class Suspensions:
     """Spans of the observer's clock in which the run could not move, or was not seen to."""
 
     def __init__(self) -> None:
