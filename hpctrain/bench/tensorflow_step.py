@@ -22,7 +22,7 @@ from hpctrain.bench.step import TABLES, Row, parser_of_ranks, rows
 from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
-from hpctrain.frameworks.tensorflow.framework import open_keras
+from hpctrain.frameworks.tensorflow.opening import open_keras
 from hpctrain.frameworks.tensorflow.runtime import choose_gpu, set_environment
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.reducer_choice import ReducerChoice

@@ -84,7 +84,7 @@ def make_framework(
 
             follow_cuda(clock)
         return framework
-    from hpctrain.frameworks.tensorflow.framework import open_keras
+    from hpctrain.frameworks.tensorflow.opening import open_keras
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return open_keras(task, world, config, clock, choice)

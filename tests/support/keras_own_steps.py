@@ -15,7 +15,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
 from hpctrain.frameworks.tensorflow import adopted, build_weights, lacks_weights
-from hpctrain.frameworks.tensorflow.framework import KerasFramework, open_keras
+from hpctrain.frameworks.tensorflow.framework import KerasFramework
+from hpctrain.frameworks.tensorflow.opening import open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data import part_of
-from hpctrain.frameworks.tensorflow.framework import KerasFramework, open_keras
+from hpctrain.frameworks.tensorflow.framework import KerasFramework
+from hpctrain.frameworks.tensorflow.opening import open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask

@@ -32,7 +32,7 @@ from hpctrain.system.processes import die_with_parent
 
 MODULES = {
     "torch": ("hpctrain.frameworks.torch.framework", "tests.support.torch_tasks"),
-    "tensorflow": ("hpctrain.frameworks.tensorflow.framework", "tests.support.tensorflow_tasks"),
+    "tensorflow": ("hpctrain.frameworks.tensorflow.opening", "tests.support.tensorflow_tasks"),
 }
 """What is imported beforehand for programs of a framework."""
 STAND_IN = Path(__file__).parent / "warm" / "stand_in.py"

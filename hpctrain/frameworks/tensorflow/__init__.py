@@ -1,7 +1,8 @@
-"""Keras on TensorFlow: ``framework`` trains a model, by the functions of ``passes`` and ``step``; ``state`` and
-``holdings`` name its variables, and ``sharding`` leaves each rank some rows of them to update. ``runtime`` settles what
-TensorFlow reads before it starts, and loads none of it; ``losses`` and ``compiled`` adapt what a task and its model
-bring, ``own_step`` trains models by a ``train_step`` of their own, and ``profiler`` writes traces.
+"""Keras on TensorFlow: ``opening`` makes of a task a ``framework``, which trains its model by the functions of
+``passes`` and ``step``; ``state`` and ``holdings`` name its variables, and ``sharding`` leaves each rank some rows
+of them to update. ``runtime`` settles what TensorFlow reads before it starts, and loads none of it; ``losses`` and
+``compiled`` adapt what a task and its model bring, ``own_step`` trains models by a ``train_step`` of their own, and
+``profiler`` writes traces.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.tensorflow.framework import open_keras
+from hpctrain.frameworks.tensorflow.opening import open_keras
 from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 from hpctrain.reduce.reducer_choice import ReducerChoice
