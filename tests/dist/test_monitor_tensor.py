@@ -67,7 +67,7 @@ def test_a_part_of_the_layers_that_has_more_to_do_is_the_plans(events: Events) -
     assert not {event["kind"] for event in confirmed} & {"rank", "host"}
     [plan] = [event for event in confirmed if event["kind"] == "plan"]
     assert (plan["ranks"], plan["cause"]) == ([1, 3], "forward")
-    assert plan["sentence"].startswith("part 1 (ranks 1, 3) takes ")
+    assert plan["sentence"].startswith("tensor 1 (ranks 1, 3) takes ")
     assert "the plan is uneven, no rank is slow" in plan["sentence"]
 
 

@@ -23,8 +23,6 @@ WORDS = {
     "network": "the exchange",
     "": "no phase stands out",
 }
-AXES = {"stage": "stage", "tensor": "part"}
-"""Of the grid: what has an index there."""
 
 
 def of_verdict(verdict: Finding) -> str:
@@ -66,7 +64,7 @@ def costs(verdict: Finding) -> str:
 def of_plan(verdict: Finding) -> str:
     """The stage or the part of the layers that takes long, and who has it."""
     load = verdict.load
-    what = "a part of the model" if load is None else f"{AXES[load.axis]} {load.index}"
+    what = "a part of the model" if load is None else f"{load.axis} {load.index}"
     return f"{what} (rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)})"
 
 
