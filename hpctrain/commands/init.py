@@ -11,7 +11,7 @@ from hpctrain.system import foreign_text
 
 FRAMEWORKS = {"torch": "torch", "keras": "tensorflow"}
 """What begins the names of the files in tasks/starters."""
-KINDS = ("image", "text", "table")
+KINDS = ("image", "text", "table", "steps")
 RUN_FILE = """\
 name: {name}
 task: {name}.py:task
@@ -34,7 +34,10 @@ checkpoint:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="of the run: NAME.py and NAME.yaml are written")
     parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="torch", help="by default torch")
-    parser.add_argument("--kind", choices=KINDS, default="table", help="what a sample is; by default a row of a table")
+    kinds = (
+        "what a sample is, by default a row of a table; steps: two networks that a step of their own trains in turns"
+    )
+    parser.add_argument("--kind", choices=KINDS, default="table", help=kinds)
     parser.add_argument("--folder", default=".", help="where; by default here")
 
 
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.name!r} cannot be the name of a Python file", "use letters, digits and underscores")
     folder = Path(args.folder)
     starter = Path(__file__).parents[1] / "tasks" / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
-    metric, mode = ("error", "min") if args.kind == "table" else ("accuracy", "max")
+    metric, mode = ("error", "min") if args.kind in ("table", "steps") else ("accuracy", "max")
     texts = {
         folder / f"{args.name}.py": starter.read_text(encoding="utf-8"),
         folder / f"{args.name}.yaml": RUN_FILE.format(name=args.name, metric=metric, mode=mode),
