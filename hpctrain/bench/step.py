@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--contenders",
         default="",
-        help="comma-separated: none, plain, auto, horovod, mpi, sharded, densify, ddp, zero, mwms, horovod-plain, or a "
-        "way (mpi-flat-fp16)",
+        help="comma-separated: none, plain, auto, horovod, mpi, sharded, tables, densify, ddp, zero, mwms, "
+        "horovod-plain, or a way (mpi-flat-fp16)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,16 @@ from hpctrain.bench.turns import Contender, take_turns
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.frameworks.torch.opening import open_torch
+from hpctrain.frameworks.torch.optimizer import Together
 from hpctrain.frameworks.torch.state import digest
+from hpctrain.parallel.tensor_words import vocabulary
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.torch_chartext import GPT
 from hpctrain.train.clock import IntervalClock
 
+Shard: TypeAlias = Literal["none", "optimizer", "tables"]
 ROWS = 500_000
 """Of the table."""
 
@@ -80,19 +83,6 @@ def tables() -> tuple[nn.Module, Tensor, Tensor]:
     return Tables(), torch.randint(ROWS, (512, 8)), torch.randint(10, (512,))
 
 
-class Both(torch.optim.Optimizer):
-    """Two optimizers as one."""
-
-    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
-        super().__init__([*first.param_groups, *second.param_groups], {})
-        self.first, self.second = first, second
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Of each."""
-        self.first.step()
-        self.second.step()
-
-
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "gpt": gpt,
     "mlp": mlp,
@@ -115,7 +105,7 @@ def optimizer_of(name: str, model: nn.Module, densify: bool) -> torch.optim.Opti
     if densify:
         return torch.optim.Adam(model.parameters(), lr=1e-3)
     rest = torch.optim.Adam(model.layers.parameters(), lr=1e-3)
-    return Both(torch.optim.SparseAdam(model.table.parameters(), lr=1e-3), rest)
+    return Together([torch.optim.SparseAdam(model.table.parameters(), lr=1e-3), rest])
 
 
 class BenchModel:
@@ -145,13 +135,13 @@ class Ours:
     """hpctrain's own step, as the training loop calls it."""
 
     def __init__(
-        self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None, shard: bool = False
+        self, problem: BenchModel, world: World, reduce: ReduceConfig, chosen: str | None, shard: Shard = "none"
     ) -> None:
-        task = TorchTask(problem.model, cross_entropy, problem.optimizer, None)
+        task = TorchTask(problem.model, cross_entropy, problem.optimizer, None, tensor={"table": vocabulary})
         self.batch = {"input": problem.inputs.numpy(), "target": problem.targets.numpy()}
         self.samples = len(problem.inputs) * world.size
         train = TrainConfig(steps=1, global_batch=self.samples)
-        parallel = ParallelConfig(shard="optimizer" if shard else "none")
+        parallel = ParallelConfig(shard=shard)
         config = Config(name="bench", task="bench:step", train=train, reduce=reduce, parallel=parallel)
         self.framework = open_torch(task, world, config, IntervalClock(), ReducerChoice(reduce, world, chosen))
         self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
@@ -218,7 +208,9 @@ class Choices:
         if contender == "zero":
             return zero_redundancy(problem)
         if contender == "sharded":
-            return Ours(problem, self.world, ReduceConfig(), None, shard=True)
+            return Ours(problem, self.world, ReduceConfig(), None, shard="optimizer")
+        if contender == "tables":
+            return Ours(problem, self.world, ReduceConfig(kind="mpi"), None, shard="tables")
         if contender == "horovod-plain":
             return plain_horovod(problem)
         if contender == "plain":

@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= MOST_RANKS:
         raise UserError(f"-n is {args.ranks}", f"give the number of ranks, from 1 to {MOST_RANKS}")
     config = load(args.run_file, args.overrides)
+    if config.parallel.shard == "tables":
+        raise UserError("parallel.shard is tables, which is not weighed", "add --parallel.shard none for other plans")
     memory = args.memory or memory_of(config.launch)
     program = program_bytes()
     sizes = group_sizes(config, args.ranks)

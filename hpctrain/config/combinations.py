@@ -85,6 +85,7 @@ class Feature(StrEnum):
     SEVERAL_OPTIMIZERS = "several optimizers"
     SHARD = "parallel.shard: optimizer"
     SHARD_PARAMETERS = "parallel.shard: parameters"
+    SHARD_TABLES = "parallel.shard: tables"
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
     SPARSE_ROWS = "an embedding with sparse=True"
@@ -327,6 +328,32 @@ OF_PARAMETER_SHARDS = OF_SHARDS | {
         "write it as an hpctrain.Metric or as a function, or set parallel.shard: optimizer",
     ),
 }
+OF_TABLES = {
+    Feature.KERAS: ("the task is a KerasTask", "leave parallel.shard out, or write the model in PyTorch"),
+    Feature.NO_CUTS: (
+        "the task does not say which tables are shared out",
+        "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
+    ),
+    Feature.TENSOR: (
+        "parallel.tensor is {1}, which shares out the rows of tables itself",
+        "set parallel.tensor to 1, or leave parallel.shard out",
+    ),
+    Feature.PIPELINE: (
+        "parallel.pipeline is {1}, whose stages have other tables, and come to them at other times",
+        "set parallel.pipeline to 1, or leave parallel.shard out",
+    ),
+    Feature.OWN_OPTIMIZER_STATE: OF_STAGES[Feature.OWN_OPTIMIZER_STATE],
+    Feature.GRASPED_MODEL: (
+        "{1} of the task holds the model or a part of it, and each rank has other rows of its tables: penalties, for "
+        "one, would be those of a rank's",
+        "let it work on its arguments alone; weight decay is the optimizer's",
+    ),
+    **{
+        feature: OF_TENSOR_GROUPS[feature]
+        for feature in (Feature.OWN_STEP, Feature.COMPILE, Feature.COMPILED_MODEL, Feature.JOINT_LAYERS)
+    },
+    Feature.STEP_HOOKS: OF_TENSOR_GROUPS[Feature.STEP_HOOKS],
+}
 
 TABLE: tuple[Row, ...] = (
     # the run file alone
@@ -398,6 +425,7 @@ TABLE: tuple[Row, ...] = (
         for shard, given, of in (
             (Feature.SHARD, SHARDED, OF_SHARDS | OF_KERAS_SHARDS),
             (Feature.SHARD_PARAMETERS, DIVIDED, OF_PARAMETER_SHARDS),
+            (Feature.SHARD_TABLES, "parallel.shard is tables", OF_TABLES),
         )
         for feature, (what, fix) in of.items()
     ),

@@ -214,10 +214,11 @@ class ParallelConfig:
     pipeline: int = 1
     """PyTorch: stages that the layers of the model are shared out among, one after the other: of layers= of the task,
     or of nn.Sequential. The micro-batches of train.accumulate follow each other through them."""
-    shard: Literal["none", "optimizer", "parameters"] = "none"
+    shard: Literal["none", "optimizer", "parameters", "tables"] = "none"
     """What each rank holds only a part of. optimizer: the optimizer's state (ZeRO-1); each rank updates its rows of
     the parameters, and all get them. parameters (PyTorch): the parameters, too, and their gradients (FSDP2); a layer
-    is whole while it computes. The numbers and checkpoints are the same."""
+    is whole while it computes. tables (PyTorch): the rows of the tables that the task marks in tensor= by vocabulary,
+    and their state; vectors and gradients go from rank to rank. The numbers and checkpoints are the same."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tensor", self.tensor, 1)
@@ -605,6 +606,7 @@ class Config:
             Feature.SCHEDULE: schedule != ScheduleConfig(),
             Feature.SHARD: self.parallel.shard == "optimizer",
             Feature.SHARD_PARAMETERS: self.parallel.shard == "parameters",
+            Feature.SHARD_TABLES: self.parallel.shard == "tables",
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,

@@ -8,7 +8,8 @@ rank the layers of its stage, and ``torch_stage`` speaks with the other stages. 
 ``torch_exchange``, through memory of the host or from GPU to GPU. ``sharded`` says which rows of which
 parameters each rank updates, ``sharded_exchange`` moves gradients to who updates and parameters back, and
 ``torch_sharded`` and ``tensorflow_sharded`` are what frameworks get of it. ``torch_fully_sharded`` leaves each rank its
-rows of all parameters, over the collectives of torch that ``torch_group`` opens. ``torch_probe`` and
+rows of all parameters, over the collectives of torch that ``torch_group`` opens, and ``torch_tables`` rows of tables
+alone, which ranks ask each other for. ``torch_probe`` and
 ``tensorflow_probe`` ask an optimizer whether its parameters may be shared out or cut, on tensors of the shapes that
 ``trial`` gives. ``plan`` says what a rank needs under each plan. The names above are for other rooms; torch and
 TensorFlow are loaded by the modules that need them.

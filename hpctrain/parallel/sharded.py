@@ -76,6 +76,12 @@ def share_out(layout: Layout, parameters: Sequence[Weighed], ranks: int) -> Shar
     return Shares(tuple(itertools.starmap(slice, itertools.pairwise(ends))), tuple(pieces))
 
 
+def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row of a rank, and one past its last, of equal shares, rounded up, as long as there are some."""
+    share = -(-rows // size)
+    return min(rank * share, rows), min((rank + 1) * share, rows)
+
+
 def _nearest(order: Sequence[int], parameters: Sequence[Weighed], target: int, ranks: int) -> tuple[int, int]:
     """The (place, row) before which the bytes are nearest to target/ranks; whole numbers, so that ranks agree."""
     before = 0

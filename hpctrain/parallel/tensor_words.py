@@ -61,4 +61,5 @@ rows = LayerCut("rows")
 """Of a ``torch.nn.Linear``: each rank has some of the inputs, which a layer with ``columns`` left it; the sum over the
 ranks is the output, on all of them."""
 vocabulary = LayerCut("vocabulary")
-"""Of a ``torch.nn.Embedding``: each rank has some of the rows of the table, and all get the vectors of all."""
+"""Of a ``torch.nn.Embedding``: each rank has some of the rows of the table, and all get the vectors of all. With
+``parallel.shard: tables``, also of a ``torch.nn.EmbeddingBag``: ranks see different samples, and get theirs."""

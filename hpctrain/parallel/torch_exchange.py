@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -20,6 +20,9 @@ from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
 from hpctrain.errors import RunFailed
 from hpctrain.parallel.torch_group import gloo, have_own_gpus, meet, nccl
 from hpctrain.train.clock import Neighbours, StepClock
+
+SWAP = 1
+"""Tag of messages of which each rank sends some to each."""
 
 
 class Waiting:
@@ -50,6 +53,16 @@ class Exchange(Protocol):
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
         """New tensors, those of all ranks, which have one shape. Collective."""
+
+    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        """A new tensor, of the rows that all ranks have for this one, those of the first rank first. Collective.
+
+        Args:
+            rows: [sum of ``going``, ...], those for the first rank first.
+            going: how many are for each rank.
+            coming: how many each rank has for this one.
+            what: see above.
+        """
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
         """Starts to send a tensor, which stays as it is until ``settle``. The other rank calls ``expect``."""
@@ -95,6 +108,18 @@ class HostExchange:
             everything = torch.from_numpy(self.group.gather(own, what))
         return [like(values, one) for one in everything]
 
+    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        host = rows.detach().to("cpu")
+        found = host.new_empty((sum(coming), *host.shape[1:]))
+        parts, places = host.split(list(going)), found.split(list(coming))
+        own, size = self.group.rank, self.group.size
+        places[own].copy_(parts[own])
+        for distance in range(1, size):
+            self.post(parts[(own + distance) % size], (own + distance) % size, SWAP)
+        for distance in range(1, size):
+            self.expect(places[own - distance], (own - distance) % size, SWAP)(what)
+        return found.to(rows.device)
+
     def post(self, values: Tensor, rank: int, tag: int) -> None:
         self.under_way = [sent for sent in self.under_way if not sent()]
         if values.numel():
@@ -102,6 +127,8 @@ class HostExchange:
 
     def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
         def fetch(what: str) -> None:
+            if not into.numel():  # nothing was posted
+                return
             host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
             with self.waiting:
                 self.group.fetch(host_bytes(host), rank, tag, what)
@@ -183,6 +210,12 @@ class TorchExchange:
         if own.numel():
             self._finish(lambda: self.ranks._allgather_base(everything.view(-1), own), what)
         return [like(values, one) for one in everything]
+
+    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        own = rows.detach().contiguous()
+        found = own.new_empty((sum(coming), *own.shape[1:]))
+        self._finish(lambda: self.ranks.alltoall_base(found, own, list(coming), list(going)), what)
+        return found
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
         with self._told("take what was sent"):

@@ -26,7 +26,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
-from hpctrain.parallel.sharded import Piece
+from hpctrain.parallel.sharded import Piece, part_of_rows
 from hpctrain.parallel.torch_group import DefaultGroup
 from hpctrain.parallel.torch_sharded import OwnRows
 from hpctrain.parallel.torch_tensor import Slices, TensorParallel
@@ -111,12 +111,6 @@ def outermost(module: Module) -> Iterator[Module]:
 def is_container(module: Module) -> bool:
     """Whether only the parts compute."""
     return type(module) is Sequential or (isinstance(module, LISTS) and type(module).forward is Module.forward)
-
-
-def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last row of a rank, as FSDP2 shares them out: equal shares, rounded up, as long as there are some."""
-    share = -(-rows // size)
-    return min(rank * share, rows), min((rank + 1) * share, rows)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from hpctrain.errors import UserError
 from hpctrain.parallel.trial import LEAST_RATE, STEPS, rows_of, small
@@ -159,7 +159,8 @@ def run(
     stand_in = copy_of(optimizer, group, parameters, begun)
     for step in range(STEPS):
         for parameter, (_, gradients) in zip(parameters, tensors, strict=True):
-            parameter.grad = gradients[step].clone()
+            gradient = gradients[step].clone()
+            parameter.grad = gradient.to_sparse(1) if isinstance(optimizer, SparseAdam) else gradient
         type(optimizer).step(stand_in)
     return [Trial(parameter.detach(), dict(stand_in.state.get(parameter, {}))) for parameter in parameters]
 

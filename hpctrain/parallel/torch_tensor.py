@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.nn import Embedding, EmbeddingBag, Linear, Module, ModuleDict, ModuleList, Parameter, Sequential
 from torch.nn.functional import linear
 
 from hpctrain.comm.group import Group
@@ -27,11 +27,14 @@ from hpctrain.parallel.torch_region import Region, gathered, spread, summed_back
 from hpctrain.train.clock import NO_CLOCK, StepClock
 from hpctrain.train.state import Cut
 
-KINDS: Mapping[str, type[Module]] = {"columns": Linear, "rows": Linear, "vocabulary": Embedding}
+Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
+KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embedding,)}
 """Layers that can be cut so."""
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 SAME_LOSS = 1e-6
 """How far losses of ranks that share out a model may differ, relative to one; where nothing is wrong, in no bit."""
+ALIKE = "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
+"""What to do with layers that share a parameter."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 """Modules of torch.nn that only call their layers; others may look into them."""
 
@@ -128,6 +131,11 @@ class TensorParallel:
         self.places = slices
         """Where what this rank has of parameters lies in whole ones, by name."""
 
+    @property
+    def complete(self) -> frozenset[int]:
+        """Ids of parameters whose gradients are those of all ranks' samples as soon as a backward pass ends."""
+        return frozenset()
+
     def parameters(self, model: Module) -> list[tuple[str, Parameter]]:
         """What this rank has, as plain tensors."""
         return [(name, self.held.get(name, one)) for name, one in model.named_parameters()]
@@ -143,7 +151,7 @@ class TensorParallel:
         Args:
             summed: what has the gradients that this rank's optimizer gets, by names of parameters.
         """
-        have = [(name, one.grad) for name, one in summed if one.grad is not None]
+        have = [(name, values_of(one.grad)) for name, one in summed if one.grad is not None]
         own = square_of([gradient for name, gradient in have if name in self.slices])
         shared = square_of([gradient for name, gradient in have if name not in self.slices])
         total = shared + float(self.region.gather(np.array([own]), "add up the squares of the gradients").sum())
@@ -219,6 +227,11 @@ class TensorParallel:
                 )
 
 
+def values_of(gradient: Tensor) -> Tensor:
+    """All that is not zero in it, each element once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def square_of(gradients: Sequence[Tensor]) -> float:
     """Sum of the squares of all elements."""
     norms = torch._foreach_norm(list(gradients)) if gradients else []
@@ -243,6 +256,24 @@ def planned(model: Module, words: Mapping[str, Any], ranks: int) -> list[CutLaye
     """
     if ranks == 1:
         return []
+    layers = named_layers(model, words)
+    for one in layers:
+        require_divisible(one.name, one.layer, one.word, ranks)
+    require_same_cut(model, layers)
+    return layers
+
+
+def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) -> list[CutLayer]:
+    """Which layers a task names, and how they are to be cut.
+
+    Args:
+        model: any.
+        words: by patterns of layers' names.
+        kinds: that can be cut.
+
+    Raises:
+        UserError: a pattern names no layer, or one that cannot be cut so; names it.
+    """
     layers: dict[str, CutLayer] = {}
     parents = {
         f"{name}.{child}".lstrip("."): one for name, one in model.named_modules() for child, _ in one.named_children()
@@ -253,7 +284,9 @@ def planned(model: Module, words: Mapping[str, Any], ranks: int) -> list[CutLaye
             raise UserError(what, "write hpctrain.columns, hpctrain.rows or hpctrain.vocabulary")
         found = [(name, layer) for name, layer in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not found:
-            able = [name for name, layer in model.named_modules() if type(layer) in KINDS.values()]
+            able = [
+                name for name, layer in model.named_modules() if any(type(layer) in each for each in kinds.values())
+            ]
             raise UserError(
                 f"tensor= of the task: no layer of the model is called {pattern}",
                 f"its layers that can be cut are: {', '.join(able[:20]) or 'none'}{' ...' if len(able) > 20 else ''}",
@@ -261,21 +294,19 @@ def planned(model: Module, words: Mapping[str, Any], ranks: int) -> list[CutLaye
         for name, layer in found:
             if name in layers and layers[name].word != word:
                 raise UserError(f"tensor= of the task names {name} twice, and cuts it differently", "name it once")
-            require_able(name, layer, parents[name], word)
-            require_divisible(name, layer, word, ranks)
+            require_able(name, layer, parents[name], word, kinds)
             layers[name] = CutLayer(name, layer, word)
-    require_same_cut(model, list(layers.values()))
     return list(layers.values())
 
 
-def require_able(name: str, layer: Module, parent: Module, word: LayerCut) -> None:
+def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:
     """Raises UserError if a layer is of a kind that cannot be cut so."""
-    kind, weight = KINDS[word.kind], layer._parameters.get("weight")
-    if type(layer) is not kind or weight is None:
+    weight, told = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
+    if type(layer) not in kinds[word.kind] or weight is None:
         raise UserError(
             f"tensor= of the task cuts {name}, a {type(layer).__name__}, by {word.kind}, which takes a plain "
-            f"torch.nn.{kind.__name__}",
-            f"name the {kind.__name__} layers in it, or leave it whole",
+            f"torch.nn.{told}",
+            f"name the {told} layers in it, or leave it whole",
         )
     if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, CONTAINERS):
         raise UserError(
@@ -283,9 +314,9 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut) -> No
             "calling it",
             "write the block with torch.nn.Linear layers of its own",
         )
-    if isinstance(layer, Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+    if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         raise UserError(
-            f"tensor= of the task cuts {name}, an Embedding with max_norm, scale_grad_by_freq or sparse",
+            f"tensor= of the task cuts {name}, an {type(layer).__name__} with max_norm or scale_grad_by_freq",
             "leave that option out, or the table whole",
         )
 
@@ -309,8 +340,8 @@ def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> N
         )
 
 
-def require_same_cut(model: Module, layers: Sequence[CutLayer]) -> None:
-    """Raises UserError if layers share a parameter and do not cut it alike."""
+def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE) -> None:
+    """Raises UserError if layers share a parameter and do not cut it alike, with what can be done about it."""
     cut_of = {(id(one.layer), name): (axis, one.word.parts) for one in layers for name, axis in one.axes().items()}
     users: dict[int, tuple[str, tuple[int, int] | None]] = {}
     for name, module in model.named_modules():
@@ -322,7 +353,7 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer]) -> None:
             if cut != first:
                 raise UserError(
                     f"{other or 'the model'} and {name} share their {key}, and tensor= of the task cuts it differently",
-                    "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own",
+                    fix,
                 )
 
 
@@ -352,6 +383,34 @@ def cut_model(
         UserError: an optimizer looks at more than what a rank has.
     """
     region = Region(tensor, clock, exchange)
+    own = functools.partial(slices_of, tensor=tensor, data=data)
+    slices, cut = keep_own(model, layers, optimizers, own)
+    for one in layers:
+        forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
+        one.layer.forward = functools.partial(forward, one, region)
+    return TensorParallel(region, slices, cut, updaters)
+
+
+def keep_own(
+    model: Module,
+    layers: Sequence[CutLayer],
+    optimizers: Sequence[torch.optim.Optimizer],
+    slices_for: Callable[[tuple[int, ...], int, int], Slices],
+) -> tuple[dict[str, Slices], frozenset[int]]:
+    """Leaves of each parameter what this rank is to have, in place, with its optimizer's state.
+
+    Args:
+        model: whole.
+        layers: that are cut.
+        optimizers: of its parameters.
+        slices_for: what that is, of a parameter's shape, axis and parts.
+
+    Returns:
+        It by names of parameters, and their ids.
+
+    Raises:
+        UserError: an optimizer looks at more than what a rank has.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     slices: dict[str, Slices] = {}
     cut: set[int] = set()
@@ -361,7 +420,7 @@ def cut_model(
             assert parameter is not None, "axes names those that are there"
             if id(parameter) not in cut:
                 cut.add(id(parameter))
-                own = slices_of(tuple(parameter.shape), axis, one.word.parts, tensor, data)
+                own = slices_for(tuple(parameter.shape), axis, one.word.parts)
                 slices[names[id(parameter)]] = own
                 for optimizer in optimizers:
                     require_elementwise(optimizer, parameter, names[id(parameter)], axis)
@@ -370,9 +429,7 @@ def cut_model(
                     slots.update((k, own.of(v)) for k, v in whole.items() if v.shape == parameter.shape)
                 parameter.data = own.of(parameter.data)
                 parameter.grad = None
-        forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
-        one.layer.forward = functools.partial(forward, one, region)
-    return TensorParallel(region, slices, frozenset(cut), updaters)
+    return slices, frozenset(cut)
 
 
 def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data: Group) -> Slices:

@@ -123,7 +123,8 @@ def share_of(config: Config, tensor: int, data: int) -> float:
 def rows_of(config: Config, tensor: int, data: int) -> ByRows:
     """What ``parallel.shard: parameters`` leaves a rank; see ``share_of``."""
     from hpctrain.frameworks.torch.sharding import uncuttable
-    from hpctrain.parallel.torch_fully_sharded import layers_of, part_of_rows
+    from hpctrain.parallel.sharded import part_of_rows
+    from hpctrain.parallel.torch_fully_sharded import layers_of
 
     framework, shares, judgement, features = judged(config, tensor, data, "parameters")
     parts = framework.optimizer_state.every

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -188,20 +188,67 @@ class FlatReducer:
         self.tables.close()
 
 
+class PartlyOwn:
+    """Sums gradients over the ranks, but for those of a rank's own parameters, which are complete as they are."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], shared: Reducer, own: NoReducer) -> None:
+        self.name = shared.name
+        self.named = named
+        self.shared = shared
+        self.own = own
+
+    @property
+    def last_backward(self) -> bool:
+        return self.shared.last_backward
+
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.shared.last_backward = value
+
+    def begin(self) -> None:
+        self.shared.begin()
+        self.own.begin()
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        self.own.exchange()
+        return self.shared.exchange(loss, weight)
+
+    def gradients(self) -> list[Tensor]:
+        return [*self.shared.gradients(), *self.own.gradients()]
+
+    def norm(self) -> float:
+        raise NotImplementedError("other ranks have other gradients: see TensorParallel.norm")
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return self.named
+
+    def spread(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.shared.close()
+        self.own.close()
+
+
 def make_reducer(
-    candidate: Candidate, group: Group, model: Parameters, config: ReduceConfig, sparse: Iterable[Parameter] = ()
+    candidate: Candidate,
+    group: Group,
+    model: Parameters,
+    config: ReduceConfig,
+    sparse: Iterable[Parameter] = (),
+    own: Iterable[Parameter] = (),
 ) -> Reducer:
     """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
 
-    Gradients of ``sparse``, which are some of them, stay sparse.
+    Gradients of ``sparse``, which are some of them, stay sparse; those of ``own`` are not exchanged.
 
     Raises:
         UserError: Horovod is missing or does not fit.
     """
-    ids = {id(parameter) for parameter in sparse}
+    sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (sparse, own))
     wanted = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    parameters = [(name, parameter) for name, parameter in wanted if id(parameter) not in ids]
-    rows_of = [parameter for _, parameter in wanted if id(parameter) in ids]
+    shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
+    parameters, rows_of = divided(shared, sparse_ids)
     if candidate.kind == "none":
         return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
     dtype, device = common_kind(wanted)
@@ -221,7 +268,19 @@ def make_reducer(
         sum_.start(layout.buckets[number].begin, layout.buckets[number].end)
 
     gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
-    return FlatReducer(candidate.name, gradients, sum_, SparseGradients(rows_of, group, dtype))
+    reducer = FlatReducer(candidate.name, gradients, sum_, SparseGradients(rows_of, group, dtype))
+    if not own_ids:
+        return reducer
+    dense, rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
+    return PartlyOwn(wanted, reducer, NoReducer(dense, SparseGradients(rows), config.sparse))
+
+
+def divided(
+    named: Sequence[tuple[str, Parameter]], sparse: Container[int]
+) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
+    """Parameters whose gradients are dense, and those whose gradients are sparse, by id."""
+    dense = [(name, parameter) for name, parameter in named if id(parameter) not in sparse]
+    return dense, [parameter for _, parameter in named if id(parameter) in sparse]
 
 
 @dataclass(frozen=True)
@@ -232,6 +291,8 @@ class TorchReducers:
     config: ReduceConfig
     sparse: Sequence[Parameter] = ()
     """Parameters whose gradients stay sparse."""
+    own: Sequence[Parameter] = ()
+    """Parameters that no other rank has: their gradients are complete."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
@@ -243,7 +304,7 @@ class TorchReducers:
         return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        return make_reducer(candidate, group, self.model, self.config, self.sparse)
+        return make_reducer(candidate, group, self.model, self.config, self.sparse, self.own)
 
 
 def measured_reducer(

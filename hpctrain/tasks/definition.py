@@ -101,7 +101,8 @@ class TorchTask(Task):
     ``hpctrain.StepContext``. It may return metrics by name."""
     tensor: Mapping[str, LayerCut] = field(default_factory=dict)
     """How layers are cut if ``parallel.tensor`` ranks share out the model: ``hpctrain.columns``, ``hpctrain.rows`` or
-    ``hpctrain.vocabulary`` by patterns of their names, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``."""
+    ``hpctrain.vocabulary`` by patterns of their names, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``;
+    and which tables ``parallel.shard: tables`` shares out: those with ``vocabulary``."""
     layers: Callable[[Any], Sequence[Callable[[Any], Any]] | Sequence[Sequence[Callable[[Any], Any]]]] | None = None
     """layers(model) lists what the model applies one after the other, if ``parallel.pipeline`` stages share it out:
     ``lambda model: [model.embed, *model.blocks, model.head]``. A function among them gets the modules whose parameters

@@ -36,6 +36,8 @@ class Neighbours(enum.IntEnum):
     """Those that share out the layers of its model."""
     PIPELINE = 2
     """Those that have the layers before and behind its own."""
+    TABLES = 3
+    """Those that have other rows of its tables."""
 
 
 class StepClock(Protocol):

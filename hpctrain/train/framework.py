@@ -135,7 +135,7 @@ class Framework(Protocol):
         """Returns when all copies begun by ``copy_into`` are done."""
 
     def weights_hash(self, shared_only: bool = False) -> str:
-        """SHA-256 over the model's parameters in a fixed order, hexadecimal.
+        """SHA-256 over the model's parameters in a fixed order, hexadecimal; without tables that ranks share out.
 
         Args:
             shared_only: of those that the ranks of a tensor group have alike, not of those that are cut.

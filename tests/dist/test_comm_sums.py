@@ -93,7 +93,7 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
-        "from hpctrain.parallel.torch_exchange import Waiting, over_gloo\n"
+        "from hpctrain.parallel.torch_exchange import HostExchange, Waiting, over_gloo\n"
         "from hpctrain.train.clock import NO_CLOCK\n"
         "group = connect().data\n"
         "exchange = over_gloo(group, torch.device('cpu'), Waiting(NO_CLOCK), timeout_s=20.0)\n"
@@ -103,8 +103,13 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
         "exchange.post(own, 1 - group.rank, 0)\n"
         "exchange.expect(other, 1 - group.rank, 0)('send')\n"
         "exchange.settle('take')\n"
-        "print(total.tolist(), both.tolist(), (own + other).tolist())\n"
+        "going = [1, 2] if group.rank == 0 else [2, 1]\n"  # and as many come
+        "ways = [exchange, HostExchange(group, Waiting(NO_CLOCK))]\n"
+        "swapped = [way.swap(10 * group.rank + own[:, None], going, going, 'swap').flatten() for way in ways]\n"
+        "swaps = [torch.cat(exchange.gather(one, 'gather')).tolist() for one in swapped]\n"
+        "print(total.tolist(), both.tolist(), (own + other).tolist(), *swaps)\n"
     )
     both = [0.0, 1.0, 2.0, 1.0, 2.0, 3.0]
-    wanted = f"{[1.0, 3.0, 5.0]} {both} {[1.0, 3.0, 5.0]}"
+    swap = [0.0, 11.0, 12.0, 1.0, 2.0, 13.0]
+    wanted = f"{[1.0, 3.0, 5.0]} {both} {[1.0, 3.0, 5.0]} {swap} {swap}"
     assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == [wanted] * 2

@@ -65,6 +65,7 @@ OPENED = {
     "pipeline-data": "pipeline",
     "four-stages": "pipeline",
     "tensor-pipeline": "tensor pipeline",
+    "tables": "data",
 }
 """Which groups each plan opens."""
 
@@ -83,6 +84,7 @@ def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results: Resul
     [
         ("sum", "add up something"),
         ("gather", "gather something"),
+        ("swap", "swap something"),
         ("receive", "send something"),
         ("send", "take something"),
         ("ended", "add up something"),

@@ -42,6 +42,7 @@ from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, joint_names,
 from hpctrain.frameworks.torch.unchanged import passes_leave
 from hpctrain.frameworks.torch.updates import Exchanges, ExchangesToChoose, Passes, Trained
 from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.parallel.torch_fully_sharded import FullySharded
 from hpctrain.parallel.torch_tensor import TensorParallel
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -158,7 +159,8 @@ class TorchFramework:
     @property
     def gradient_bytes(self) -> int:
         tables = {id(parameter) for reducers in self.reducers.of.values() for parameter in reducers.sparse}
-        return sum(4 * parameter.numel() for parameter in self.parameters if id(parameter) not in tables)
+        apart = tables | self.tensor.complete
+        return sum(4 * parameter.numel() for parameter in self.parameters if id(parameter) not in apart)
 
     def set_learning_rate(self, factors: Factors) -> None:
         if factors != self.rate_factors and not isinstance(factors, OwnRates):
@@ -278,7 +280,7 @@ class TorchFramework:
 
                 meets = self.meeting is not None or bool(self.tensor.slices)
                 loss, self.flops = trying(call, self.model, samples_of(batch), self.low_precision, meets)
-                if self.meeting is not None:
+                if isinstance(self.tensor, FullySharded):
                     try_sharded(loss)
             for held_out in (validation or [batch]) if self.task.validation is not None else ():
                 with self._for_evaluation():
@@ -367,7 +369,8 @@ class TorchFramework:
 
     def weights_hash(self, shared_only: bool = False) -> str:
         joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
-        weights = self.tensor.shared(self.model) if shared_only else self.tensor.parameters(self.model)
+        alike = shared_only or self.tensor.complete
+        weights = self.tensor.shared(self.model) if alike else self.tensor.parameters(self.model)
         return digest([*(one for _, one in weights), *joint])
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from hpctrain.parallel.stage_choice import BY_PARAMETERS, StageChoice
 from hpctrain.parallel.torch_exchange import OpenExchange, Waiting, exchange_for
 from hpctrain.parallel.torch_fully_sharded import FullyShardedReducers
 from hpctrain.parallel.torch_sharded import ShardedReducers
+from hpctrain.parallel.torch_tables import cut_tables, tables_of
 from hpctrain.parallel.torch_tensor import TensorParallel, cut_model, planned, uncut
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_reducer import TorchReducers, broadcast
@@ -88,6 +89,7 @@ def open_torch(
     features |= used({Feature.VALUELESS: next(iter(valueless), None)})
     refuse(features)
     layers = planned(model, task.tensor, config.parallel.tensor)
+    tables = tables_of(model, task.tensor) if Feature.SHARD_TABLES in features and ranks > 1 else []
     move(model, device, memory_format_of(train))
     shards, divides = (one in features and ranks > 1 for one in (Feature.SHARD, Feature.SHARD_PARAMETERS))
     judgement = judge(parts, device) if shards or divides or Feature.PIPELINE in features else Judgement()
@@ -108,6 +110,9 @@ def open_torch(
         updaters = world.data if shards else None
         within = open_exchange(world.tensor, device, Waiting(clock))
         tensor = cut_model(model, layers, world.tensor, world.data, plain(parts), clock, updaters, within)
+    if tables:
+        among = open_exchange(world.data, device, Waiting(clock, Neighbours.TABLES))
+        tensor = cut_tables(model, tables, world.data, plain(parts), clock, among)
     recompute(model, train.recompute, tensor.region)
     if stages is not None and world.pipeline.size > 1:
         half, images = LOW_PRECISION.get(train.precision), memory_format_of(train)
@@ -116,7 +121,7 @@ def open_torch(
         pipelined = keep_own_stage(task, model, stages, plain(parts), tensor, world, device, clock, between)
     give_memory(model, device)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    if world.tensor.size > 1:
+    if tensor.slices:
         slots = Slots(slices={place: tensor.slices[name] for place, name in names.items() if name in tensor.slices})
     shares = shares_of(task, model, parts)
     sharding, divided = None, None
@@ -141,7 +146,10 @@ def open_torch(
     elif divided is not None:
         of |= {ONLY: FullyShardedReducers(divided.tensor, plain(parts), divided.group)}
     else:
-        of |= {name: TorchReducers(share, config.reduce, share.those_of(sparse)) for name, share in shares.items()}
+        apart = [one for one in model.parameters() if id(one) in tensor.complete]
+        of |= {
+            name: TorchReducers(share, config.reduce, share.those_of(sparse), apart) for name, share in shares.items()
+        }
     reducers = ExchangesToChoose(of)
     joint = SyncBatchNorm(model, world.data, clock) if joins and ranks > 1 else None
     ready = ReadyTask(

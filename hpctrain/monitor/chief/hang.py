@@ -72,6 +72,7 @@ class Beat:
 FOR_NEIGHBOURS: Mapping[int, str] = {
     Neighbours.TENSOR: "waits for other parts of a layer",
     Neighbours.PIPELINE: "waits for another stage",
+    Neighbours.TABLES: "waits for rows of a table",
 }
 STATES = {
     ENDED: "has ended",
@@ -115,9 +116,10 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
 
 
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
-    """Ranks in the exchange some of whose tensor neighbours wait for their part of a layer."""
+    """Ranks in the exchange, where some of their tensor neighbours wait for their part of a layer, or any for rows."""
     in_vain = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
-    return [beat for beat in beats if beat.waits and beat.rank // grid.tensor in in_vain]
+    of_all = any(beat.waits_for == Neighbours.TABLES for beat in beats)
+    return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in in_vain)]
 
 
 class HangWatch:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hpctrain.parallel.torch_fully_sharded import layers_of, part_of_rows
+from hpctrain.parallel.sharded import part_of_rows
+from hpctrain.parallel.torch_fully_sharded import layers_of
 from hpctrain.parallel.torch_group import word_of
 from tests.support.tensor_tasks import Gpt
 

@@ -296,6 +296,13 @@ def test_a_strange_number_of_ranks_is_refused(ranks: str, capsys: pytest.Capture
     assert f"-n is {ranks}" in said and "from 1 to 100000" in said
 
 
+def test_tables_that_are_shared_out_are_not_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("name: run\ntask: a:b\nparallel: {shard: tables}\n" + STEPS)
+    assert main(["plan", str(run), "-n", "2"]) == 64
+    assert "parallel.shard is tables, which is not weighed" in capsys.readouterr().err
+
+
 def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "-n", "2", "--memory", "0G"]) == 64
     assert "leaves a rank nothing" in capsys.readouterr().err

@@ -322,7 +322,7 @@ def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor: int, ranks:
 
 
 def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
-    without_values, example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    without_values, example, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     (tmp_path / "task.py").write_text(example, encoding="utf-8")
     found: dict[str, Any] = {}
     exec(example, found)  # noqa: S102  a program of ours, from the docs

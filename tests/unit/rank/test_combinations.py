@@ -65,6 +65,7 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.SCHEDULE: {"schedule.kind": "cosine"},
     Feature.SHARD: {"parallel.shard": "optimizer"},
     Feature.SHARD_PARAMETERS: {"parallel.shard": "parameters"},
+    Feature.SHARD_TABLES: {"parallel.shard": "tables"},
     Feature.SHORT_BATCH: {"train.global_batch": "13"},
     Feature.STAGED_ENVIRONMENT: {"launch.stage_environment": "true"},
     Feature.STEP_EPOCHS: {"schedule.kind": "step", "schedule.step_epochs": "[1]"},
@@ -131,7 +132,7 @@ TORCH = {
 }
 OF_LOOP = {one for one, keys in KEYS.items() if "schedule.kind" in keys and one is not Feature.PLATEAU}
 OF_LOOP |= {Feature.DENSIFY, Feature.EARLY_STOP, Feature.EPOCHS, Feature.NO_CHECKPOINTS, Feature.WARMUP_EPOCHS}
-OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.SHARD_PARAMETERS, Feature.WORKERS}
+OF_LOOP |= {Feature.NO_EVALUATIONS, Feature.SAMPLER, Feature.SHARD_PARAMETERS, Feature.SHARD_TABLES, Feature.WORKERS}
 KERAS = {*(OF_ALL - OF_LOOP), *(KERAS_ONLY - {Feature.KERAS, Feature.FP32_MODEL})}
 """Without what Keras has no part in, which is tried in PyTorch."""
 OF_IMAGES = {Feature.COMPILED_MODEL, Feature.HALF_PARAMETERS, Feature.JOINT_LAYERS, Feature.VOLUMES}

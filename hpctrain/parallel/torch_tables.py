@@ -1,0 +1,243 @@
+"""Tables of embeddings cut by rows over ranks that see different samples: each index that a batch needs goes to the
+rank that has its row, the vector comes back, and its gradient goes there again.
+
+So the gradient of a row is complete where the row is, and tables take no part in sums over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn.functional import embedding, embedding_bag
+from torch.optim import Optimizer
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.parallel.sharded import part_of_rows
+from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.parallel.torch_exchange import Exchange
+from hpctrain.parallel.torch_region import Region
+from hpctrain.parallel.torch_tensor import (
+    CutLayer,
+    Named,
+    Slices,
+    TensorParallel,
+    keep_own,
+    named_layers,
+    require_same_cut,
+)
+from hpctrain.train.clock import NO_CLOCK, StepClock
+
+END = "the end of a forward pass"
+"""Where ranks meet that have looked up all that they need."""
+SAY, ASK, GIVE = "say what rows they need", "ask for rows of a table", "give rows of a table"
+"""What a rank waits for."""
+
+
+class Tables(TensorParallel):
+    """A model of whose tables this rank has some rows; the ranks of ``region`` see different samples."""
+
+    passes_meet = True
+
+    @property
+    def complete(self) -> frozenset[int]:
+        """All that is cut."""
+        return self.cut
+
+    def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
+        """Nothing: samples differ."""
+
+    def require_whole_gradients(self, summed: Named, everyone: Group) -> None:
+        """Nothing: what is not cut is summed over the ranks."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where in a pass ranks exchange rows."""
+
+    region: Region
+    place: int
+    """Number of the table; of what comes back below 0."""
+    names: Sequence[str]
+    """Of the tables, and END."""
+
+    @property
+    def back(self) -> Lookup:
+        """Of the gradients."""
+        return replace(self, place=-1 - self.place)
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        return self.names[self.place] if self.place >= 0 else f"gradients of {self.names[-1 - self.place]}"
+
+    def coming(self, going: Sequence[int], device: torch.device) -> list[int]:
+        """How many rows each rank has for this one. Collective.
+
+        Args:
+            going: how many this one has for each.
+            device: that rows are on.
+
+        Raises:
+            UserError: the ranks are in different places, whose rows would be taken for each other's; on all of them.
+        """
+        each = [1] * len(going)
+        said = torch.tensor([[self.place, count] for count in going], device=device)
+        places, counts = self.region.exchange.swap(said, each, each, SAY).t().tolist()
+        if others := [replace(self, place=place) for place in places if place != self.place]:
+            raise UserError(
+                f"the ranks' passes differ while parallel.shard is tables: one has come to {self.told}, and another to "
+                f"{others[0].told}",
+                "have all ranks look up the same tables in the same order, whatever their samples are: a lookup of no "
+                "index is one, too; or leave parallel.shard out",
+            )
+        return list(counts)
+
+
+class Sent(torch.autograd.Function):
+    """Rows go to the ranks that need them, and their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
+        ctx.going, ctx.coming, ctx.lookup = going, coming, lookup
+        return lookup.region.exchange.swap(rows, going, coming, GIVE)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        back = ctx.lookup.back
+        back.coming(ctx.coming, gradients[0].device)
+        return sent(gradients[0], ctx.coming, ctx.going, back), None, None, None
+
+
+def sent(rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
+    """The rows that all ranks have for this one.
+
+    Args:
+        rows: float[sum of ``going``, width], those for the first rank first.
+        going: how many are for each rank.
+        coming: how many each rank has for this one.
+        lookup: whose they are.
+    """
+    return cast(Tensor, Sent.apply(rows, going, coming, lookup))  # type: ignore[no-untyped-call]
+
+
+def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
+    """The tables that a task marks by ``vocabulary``; changes nothing.
+
+    Raises UserError if there are none, or one cannot be cut; names it.
+    """
+    marked = {name: word for name, word in words.items() if not isinstance(word, LayerCut) or word.kind == "vocabulary"}
+    tables = named_layers(model, marked, {"vocabulary": (Embedding, EmbeddingBag)})
+    if not tables:
+        raise UserError(
+            "parallel.shard is tables, and tensor= of the task marks no table by hpctrain.vocabulary",
+            "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
+        )
+    require_same_cut(model, tables, "give each its own")
+    return tables
+
+
+def cut_tables(
+    model: Module,
+    tables: Sequence[CutLayer],
+    data: Group,
+    optimizers: Sequence[Optimizer],
+    clock: StepClock = NO_CLOCK,
+    exchange: Exchange | None = None,
+) -> Tables:
+    """Leaves each rank its rows of each table, in place, with its optimizer's state. Talks to no other rank.
+
+    Args:
+        model: whole, and equal on all ranks.
+        tables: of ``tables_of``.
+        data: ranks that see different samples.
+        optimizers: of its parameters.
+        clock: told of waits for the other ranks.
+        exchange: see Region.
+
+    Raises:
+        UserError: an optimizer looks at more than a row.
+    """
+
+    def own_rows(shape: tuple[int, ...], axis: int, parts: int) -> Slices:
+        begin, end = part_of_rows(shape[0], data.rank, data.size)
+        return Slices(shape, 0, (begin,), end - begin, 0, 1)
+
+    region = Region(data, clock, exchange)
+    rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
+    slices, cut = keep_own(model, tables, optimizers, own_rows)
+    names = [*(one.name for one in tables), END]
+    for place, one in enumerate(tables):
+        lookup = Lookup(region, place, names)
+        forward = bags if isinstance(one.layer, EmbeddingBag) else vectors
+        one.layer.forward = functools.partial(forward, one, rows[place], lookup)
+    end = Lookup(region, len(tables), names)
+
+    def meet(module: Module, *ignored: Any) -> None:
+        end.coming([0] * data.size, next(module.parameters()).device)
+
+    model.register_forward_hook(meet)
+    return Tables(region, slices, cut)
+
+
+def bags(
+    one: CutLayer,
+    rows: int,
+    lookup: Lookup,
+    indices: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """See torch.nn.EmbeddingBag and ``fetched``."""
+    layer = one.layer
+    assert isinstance(layer, EmbeddingBag), "tables_of has seen to it"
+    places, vectors, padding = fetched(one, rows, lookup, indices)
+    return embedding_bag(
+        places,
+        vectors,
+        offsets,
+        mode=layer.mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=layer.include_last_offset,
+        padding_idx=padding,
+    )
+
+
+def vectors(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> Tensor:
+    """Those of all indices, see ``fetched``."""
+    places, found, _ = fetched(one, rows, lookup, indices)
+    return embedding(places, found)
+
+
+def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    """The rows that this rank needs of a table, each once, from the ranks that have them.
+
+    Args:
+        one: the table.
+        rows: of it, on all ranks.
+        lookup: its place.
+        indices: int[...].
+
+    Returns:
+        Of each index the place of its row, the rows, and the place of the padding, if that is among them.
+    """
+    layer, group = one.layer, lookup.region.group
+    assert isinstance(layer, Embedding | EmbeddingBag), "tables_of has seen to it"
+    different, places = indices.unique(return_inverse=True)
+    if different.numel() and not 0 <= int(different[0]) <= int(different[-1]) < rows:
+        raise IndexError(f"index out of range in {one.name}: {int(different[0])} to {int(different[-1])}")
+    share, padding = part_of_rows(rows, 0, group.size)[1], layer.padding_idx
+    going = torch.bincount(different // share, minlength=group.size).tolist()
+    coming = lookup.coming(going, indices.device)
+    begin, end = part_of_rows(rows, group.rank, group.size)
+    wanted = lookup.region.exchange.swap(different.long(), going, coming, ASK) - begin
+    untrained = padding - begin if padding is not None and begin <= padding < end else None
+    own = embedding(wanted, layer.weight, untrained, sparse=layer.sparse)
+    found = [] if padding is None else (different == padding).nonzero().flatten().tolist()
+    return places, sent(own, coming, going, lookup), next(iter(found), None)

@@ -1,0 +1,160 @@
+"""Trains a recommender on these ranks, whose tables they share out, one run folder each; rank 0 prints what came out,
+as JSON.
+
+torch_tables.py FOLDER PART
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
+from hpctrain.cli import main
+from hpctrain.comm.world import connect
+from tests.support import table_tasks
+
+EVERYONE = connect().everyone
+OPTIMIZERS = ("sparse-adam", "adagrad", "sgd", "momentum")
+
+
+class Watcher(BaseHook):
+    """Losses of the global batches, and what each rank has of the tables."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.held: list[dict[str, int]] = []
+        """Elements of each table and of its slots, by rank and name."""
+        self.reducer: str | None = None
+        self.summed = 0
+        """Bytes of gradients that are summed over the ranks."""
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
+        self.losses.append(float(total / weight))
+        self.reducer = training.framework.reducer_name
+        self.summed = training.framework.gradient_bytes
+
+    def after_fit(self, training: Training, reason: Any) -> None:
+        model: Any = training.framework.model  # type: ignore[attr-defined]
+        parts = training.framework.optimizer_state.parts  # type: ignore[attr-defined]
+        states = [part.optimizer.state for part in parts]
+        held = {}
+        for name, table in model.tables.items():
+            held[name] = table.weight.numel()
+            own = next((slots for state in states for one, slots in state.items() if one is table.weight), {})
+            held |= {f"{name}.{slot}": value.numel() for slot, value in own.items() if getattr(value, "ndim", 0)}
+        self.held = EVERYONE.allgather(held, "compare what they have")
+
+
+class Drift(BaseHook):
+    """Weights that all have alike, changed on the last rank after the first step."""
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
+            with torch.no_grad():
+                training.framework.model.deep[0].bias[0] += 1e-12  # type: ignore[attr-defined]
+
+
+def run(
+    folder: Path, name: str, steps: int = 6, task: str = "recommender", drifts: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """One attempt of a run; keys of the run file have __ for the dot."""
+    watcher = Watcher()
+    base = {
+        "name": name,
+        "task": f"{table_tasks.__file__}:{task}",
+        "run_dir": folder / name,
+        "train.steps": steps,
+        "train.global_batch": 11,
+        "train.accumulate": 2,
+        "train.clip_norm": 0.05,
+        "train.ema_decay": 0.9,
+        "parallel.shard": "tables",
+        "reduce.kind": "mpi" if EVERYONE.size > 1 else "auto",
+        "reduce.verify_every_steps": 1,
+        "monitor.enabled": "false",
+        "checkpoint.interval": "none",
+        "checkpoint.keep_last": 9,
+        "track.every_steps": 100,
+    }
+    given = base | {key.replace("__", "."): value for key, value in keys.items()}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    try:
+        summary = fit(load_config(None, words), hooks=[Drift(), watcher] if drifts else [watcher])
+    except HpctrainError as error:
+        return {"error": str(error)}
+    return {
+        "losses": watcher.losses,
+        "held": watcher.held,
+        "reducer": watcher.reducer,
+        "summed": watcher.summed,
+        "metrics": dict(summary.metrics),
+    }
+
+
+FEW = {"train__global_batch": 7, "train__accumulate": 3}
+"""On four ranks some have fewer micro-batches."""
+LOW = {"task_args__dtype": "float32", "task_args__optimizer": "sparse-adam"}
+
+
+def compared(folder: Path, ranks: int) -> dict[str, Any]:
+    """What is trained on any number of ranks."""
+    found = {
+        f"adamw-{ranks}": run(folder, f"adamw-{ranks}"),
+        f"few-{ranks}": run(folder, f"few-{ranks}", **FEW),
+        f"weighted-{ranks}": run(folder, f"weighted-{ranks}", task_args__weighs="true", train__clip_norm="null"),
+    }
+    return found | {
+        f"{one}-{ranks}": run(folder, f"{one}-{ranks}", task_args__optimizer=one, reduce__kind="auto")
+        for one in OPTIMIZERS
+    }
+
+
+def first(folder: Path) -> dict[str, Any]:
+    """One process, and the beginning of a run that others go on with."""
+    found = compared(folder, 1) | {"chain-1": run(folder, "chain", 1)}
+    return found | {"initial-1": run(folder, "initial-1", 1, checkpoint__init_from=folder / "adamw-1")}
+
+
+def four(folder: Path) -> dict[str, Any]:
+    """Four ranks."""
+    found = compared(folder, 4) | {
+        "horovod-4": run(folder, "horovod-4", reduce__kind="horovod", reduce__overlap="on"),
+        "begun": run(folder, "again", 3),
+        "ended": run(folder, "again"),
+        "recomputed-4": run(folder, "recomputed-4", train__recompute="['tables.*', 'deep.0']"),
+        "initial-4": run(folder, "initial-4", 1, checkpoint__init_from=folder / "adamw-1"),
+        "valueless": run(folder, "valueless", 1, checkpoint__init_from=folder / "adamw-1", task_args__device="meta"),
+        "bf16": run(folder, "bf16", 2, **LOW, train__precision="bf16"),
+        "fp16": run(folder, "fp16", 2, **LOW, train__precision="fp16"),
+        "drifted": run(folder, "drifted", drifts=True, train__clip_norm="null"),
+        "adafactor": run(folder, "adafactor", task_args__optimizer="adafactor"),
+        "unmarked": run(folder, "unmarked", task="unmarked"),
+    }
+    assert main(["predict", str(folder / "adamw-4" / "run.yaml")]) == 0
+    for step, shard in enumerate(("tables", "none", "tables", "optimizer"), start=2):
+        found[f"chain-{step}"] = run(folder, "chain", step, parallel__shard=shard)
+    return found
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """Two ranks, with other samples each than four."""
+    return compared(folder, 2) | {"chain-6": run(folder, "chain", 6)}
+
+
+def last(folder: Path) -> dict[str, Any]:
+    """One process goes on with a run of two ranks."""
+    assert main(["predict", str(folder / "adamw-1" / "run.yaml")]) == 0
+    return {"chain-7": run(folder, "chain", 7), "adamw-1-7": run(folder, "adamw-1", 7)}
+
+
+if __name__ == "__main__":
+    everything = {"first": first, "four": four, "two": two, "last": last}[sys.argv[2]](Path(sys.argv[1]))
+    if EVERYONE.rank == 0:
+        print(json.dumps(everything))
