@@ -208,11 +208,9 @@ class PresentState(SavedArrays):
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         require_inside(name, begin, shape, self.shape_of(name))
         tensor = next(one for one in self.parts[name] if one.cut is None or is_within(begin, shape, one))
-        first = tuple(map(int.__sub__, begin, tensor.cut.begin)) if tensor.cut else begin
-        rows = np.empty((*shape[:1], *tensor.shape[1:]), self.dtype_of(name))
-        tensor.copy_into(rows, *first[:1])
-        inner: tuple[Any, ...] = tuple(map(slice, first[1:], map(int.__add__, first[1:], shape[1:])))
-        return rows[(slice(None), *inner)] if shape else rows
+        values = np.empty(shape, self.dtype_of(name))
+        tensor.copy_into(values, tuple(map(int.__sub__, begin, tensor.cut.begin)) if tensor.cut else begin)
+        return values
 
 
 def is_within(begin: tuple[int, ...], shape: tuple[int, ...], tensor: StateTensor) -> bool:

@@ -23,16 +23,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.folder import CheckpointFolder
-from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.boxes import Box, Coordinates
 from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, named_apart, shard_file, whole
 from hpctrain.checkpoint.format.paced_write import Dropped
-from hpctrain.checkpoint.format.partition import partition
+from hpctrain.checkpoint.format.partition import partition, tiles
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of
 from hpctrain.train.saved_arrays import lies_in
-from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
 
 LEAST_SPARE_BYTES = 64 << 10
 """Free space that the smallest checkpoint must leave, for its manifest and what else the run writes."""
@@ -40,7 +40,7 @@ MORE_SPARE_BYTES = 16 << 20
 """What a large one must leave beyond that."""
 WRITE_TIMEOUT_S = 24 * 3600.0
 """Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
-LAYOUT = attrgetter("name", "shape", "dtype", "placement", "cut")
+LAYOUT = attrgetter("name", "shape", "dtype", "placement", "cut", "tiling")
 """What decides where a tensor goes."""
 FINAL = (Code.IN_USE, Code.NAN)
 """Why no later save of an attempt can succeed either, the strongest reason first."""
@@ -165,10 +165,10 @@ class Saver:
         self.allocate = allocate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
-        self.layout: list[tuple[str, tuple[int, ...], str, Placement, Cut | None]] = []
+        self.layout: list[tuple[str, tuple[int, ...], str, Placement, Cut | None, Tiling | None]] = []
         """What decides where each tensor of the last save went: if it changes, files are planned again."""
-        self.sources: list[tuple[int, int]] = []
-        """Of each piece that this rank writes: index of its tensor among those given, and its first row there."""
+        self.sources: list[tuple[int, Coordinates]] = []
+        """Of each piece that this rank writes: index of its tensor among those given, and where it begins there."""
         self.trained: frozenset[str] = frozenset()
         """Names of the tensors that must be finite."""
         self.total_bytes = 0
@@ -207,7 +207,7 @@ class Saver:
             self.images.clear()  # frees the old staging before the new is taken
             sources, self.total_bytes = self._plan(tensors)
             sources.sort(key=lambda source: source[1].num_bytes)  # else libhdf5 searches the gaps for every small one
-            self.sources = [(index, first_row(piece, tensors[index].cut)) for index, piece in sources]
+            self.sources = [(index, place_in(tensors[index].cut, piece)) for index, piece in sources]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
             self.plan = skeleton(named_apart([piece for _, piece in sources]))
             self.layout = layout
@@ -240,7 +240,7 @@ class Saver:
             parts = partition(list(specs[Placement.REPLICATED].values()), len(self.writers))
             mine = parts[self.writers.index(self.group.rank)]
             sources = [*((index_of[piece.tensor.name], piece) for piece in mine), *sources]
-        return sources, sum(num_bytes.values())
+        return [(at, tile) for at, piece in sources for tile in tiles_of(tensors[at], piece)], sum(num_bytes.values())
 
     def begin(
         self,
@@ -269,8 +269,8 @@ class Saver:
         image, problem = None, None
         try:
             image = self.prepare(tensors)
-            for (source, row), view in zip(self.sources, image.views, strict=True):
-                tensors[source].copy_into(view, row)
+            for (source, begin_there), view in zip(self.sources, image.views, strict=True):
+                tensors[source].copy_into(view, begin_there)
             synchronize()
         except (MemoryError, OSError) as error:
             image, problem = None, error
@@ -362,7 +362,7 @@ class Saver:
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
         """On rank 0, in the background; returns the bytes written by all ranks."""
-        is_cut = any(placement is Placement.CUT for _, _, _, placement, _ in self.layout)
+        is_cut = any(placement is Placement.CUT for _, _, _, placement, *_ in self.layout)
         owners = self.peers.size
         num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut, owners=owners)
         self.sound.add(step)
@@ -445,11 +445,14 @@ def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list
     return pieces
 
 
-def first_row(piece: Piece, cut: Cut | None) -> int:
-    """Of a piece, in the tensor as this rank holds it."""
-    if not piece.shape:
-        return 0
-    return piece.box.begin[0] - (cut.begin[0] if cut else 0)
+def tiles_of(tensor: StateTensor, piece: Piece) -> list[Piece]:
+    """The pieces in which a piece of a tensor is written."""
+    return tiles(piece, tensor.tiling.axis, tensor.tiling.parts) if tensor.tiling else [piece]
+
+
+def place_in(cut: Cut | None, piece: Piece) -> Coordinates:
+    """Where a piece begins in its tensor as this rank holds it."""
+    return piece.box.seen_from(cut.begin).begin if cut else piece.box.begin
 
 
 def spare_bytes(num_bytes: int) -> int:

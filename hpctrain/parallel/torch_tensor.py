@@ -25,7 +25,7 @@ from hpctrain.parallel.torch_exchange import Exchange
 from hpctrain.parallel.torch_probe import require_elementwise
 from hpctrain.parallel.torch_region import Region, gathered, spread, summed_backward, summed_forward
 from hpctrain.train.clock import NO_CLOCK, StepClock
-from hpctrain.train.state import Cut
+from hpctrain.train.state import Cut, Tiling
 
 Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
 KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embedding,)}
@@ -297,6 +297,17 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
             require_able(name, layer, parents[name], word, kinds)
             layers[name] = CutLayer(name, layer, word)
     return list(layers.values())
+
+
+def tilings(model: Module, words: Mapping[str, Any]) -> dict[str, Tiling]:
+    """How any number of ranks would cut the parameters of a model, by name; see ``planned``, which refuses."""
+    found: dict[int, Tiling] = {}
+    for pattern, word in words.items():
+        for name, layer in model.named_modules():
+            if isinstance(word, LayerCut) and isinstance(layer, KINDS[word.kind]) and fnmatchcase(name, pattern):
+                axes = CutLayer(name, layer, word).axes()
+                found |= {id(layer._parameters.get(key)): Tiling(axis, word.parts) for key, axis in axes.items()}
+    return {name: found[id(one)] for name, one in model.named_parameters() if id(one) in found}
 
 
 def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:

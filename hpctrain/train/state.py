@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -74,6 +75,15 @@ class Cut:
     """How many there are."""
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """How a tensor is cut over ranks by plans that cut it."""
+
+    axis: int
+    parts: int = 1
+    """Equal ones along the axis, each of which is cut by itself."""
+
+
 class StateTensor(Protocol):
     """One named tensor of the state, wherever it lives."""
 
@@ -101,12 +111,24 @@ class StateTensor(Protocol):
     def is_trained(self) -> bool:
         """Whether updates change it, so that a value that is not finite means that training went wrong."""
 
-    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        """Copies ``len(out)`` rows of the first axis, from ``first_row`` on, to a host array (uint16 for bfloat16).
+    @property
+    def tiling(self) -> Tiling | None:
+        """Where other plans may cut it: it is written in tiles that end there. None: it is written as it is."""
 
-        By default the whole value: ``out`` then has its shape. Each rank writes a part of replicated state, so it
-        copies no more than that. May be asynchronous on devices: call the framework's ``synchronize`` after the last.
+    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+        """Copies a part of the value, which has the shape of a host array, to that (uint16 for bfloat16).
+
+        May be asynchronous on devices: call the framework's ``synchronize`` after the last.
+
+        Args:
+            out: where to.
+            begin: index of the part's first value in every axis; by default the part is the whole value.
         """
+
+
+def part_of(begin: Sequence[int], shape: Sequence[int]) -> tuple[Any, ...]:
+    """The index of a part of an array, by that of its first value and its shape; of all of it without the first."""
+    return (..., *map(slice, begin, map(int.__add__, begin, shape)))
 
 
 @dataclass(frozen=True)
@@ -119,6 +141,7 @@ class ArrayTensor:
     logical_dtype: str | None = None
     is_trained: bool = False
     cut: Cut | None = None
+    tiling: Tiling | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,6 +153,5 @@ class ArrayTensor:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name
 
-    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        part = self.array[first_row : first_row + len(out)] if out.ndim else self.array
-        np.copyto(out, part, casting="no")
+    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+        np.copyto(out, self.array[part_of(begin, out.shape)], casting="no")

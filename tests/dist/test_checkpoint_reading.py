@@ -32,9 +32,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
     return launched
 
 
-@pytest.mark.parametrize(("plan", "edges"), [("tensor-again", 0), ("pipeline", 0), ("parameters", 8)])
+@pytest.mark.parametrize(("plan", "edges"), [("tensor-again", 0), ("pipeline", 0), ("parameters", 2), ("tensor", 0)])
 def test_a_resume_reads_what_a_rank_holds(found: Callable[[], dict[str, Any]], plan: str, edges: int) -> None:
-    """Each from the checkpoint of the one before it: columns that are put together, rows that are cut.
+    """Each from the checkpoint of the one before it: columns that are put together, rows that are cut into columns.
 
     Where a rank's rows end within what was written in one piece, the rest of a block is read as well.
     """
@@ -48,12 +48,6 @@ def test_a_resume_reads_what_a_rank_holds(found: Callable[[], dict[str, Any]], p
 def test_initial_weights_are_read_as_far_as_a_rank_holds_them(found: Callable[[], dict[str, Any]], run: str) -> None:
     for read, weights, _, _ in found()[run]:
         assert weights <= read < 1.1 * weights
-
-
-def test_columns_of_what_was_saved_by_rows_take_the_reading_of_these_rows(found: Callable[[], dict[str, Any]]) -> None:
-    """Checksums are of bytes in a row: half of the matrices are cut by columns, and read whole."""
-    for read, weights, slots, _ in found()["tensor-resumed"]:
-        assert 1.5 * (weights + slots) <= read < 1.6 * (weights + slots)
 
 
 def test_one_rank_reads_the_manifest_for_all(found: Callable[[], dict[str, Any]]) -> None:

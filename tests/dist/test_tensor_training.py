@@ -65,6 +65,12 @@ def require_same_state(folder: Path, name: str, step: int = 6, of: str | None = 
         np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
 
 
+def begins_of(store: CheckpointStore, step: int, name: str, axis: int) -> set[int]:
+    """Where the pieces of a tensor begin along an axis."""
+    pieces = [stored.piece for shard in store.manifest(step).shards for stored in shard.pieces]
+    return {piece.box.begin[axis] for piece in pieces if piece.tensor.name == name}
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found]], name: str) -> None:
     """With accumulation, clipping, weight decay on matrices alone, moving averages, tied and fused weights."""
@@ -104,7 +110,12 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
     require_same_state(folder, "chain")
-    assert verify_checkpoint(CheckpointStore(folder / "chain" / "checkpoints"), 2).problems == ()
+    store = CheckpointStore(folder / "chain" / "checkpoints")
+    assert verify_checkpoint(store, 2).problems == ()
+    for step in range(2, 7):
+        for kind in ("model", "ema", "optimizer/exp_avg"):
+            assert begins_of(store, step, f"{kind}/blocks.0.down.weight", 1) == set(range(0, 64, 8))
+            assert begins_of(store, step, f"{kind}/blocks.1.qkv.weight", 0) == set(range(0, 3 * 16, 2))
 
 
 @pytest.mark.parametrize("end", ["chain", "fork"])

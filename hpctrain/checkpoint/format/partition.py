@@ -1,15 +1,22 @@
-"""Which writer writes which rows of the state that is equal on all ranks."""
+"""Which writer writes which rows of the state that is equal on all ranks, and in which pieces."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import Piece, TensorSpec, rows_of
 
 SPLIT_BYTES = 1 << 20
 """Tensors from this size are split by rows; smaller ones go to one writer."""
+MOST_TILES = 8
+"""Of a tensor: whatever 2, 4 or 8 ranks cut it into is then read alone."""
+LEAST_TILE_BYTES = 1 << 15
+"""A hundred times what the index says of a tile, which every reader reads."""
 
 
 def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[Piece]]:
@@ -49,3 +56,24 @@ def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: 
         if end > begin or empty:
             pieces.append(rows_of(tensors[index], begin, end - begin))
     return pieces
+
+
+def tiles(piece: Piece, axis: int, parts: int) -> list[Piece]:
+    """The same elements in pieces that begin at the same places of the tensor, whatever a rank has of it.
+
+    Args:
+        piece: any.
+        axis: along which layers of this kind are cut over ranks.
+        parts: into so many equal ones, each of which is cut by itself.
+    """
+    shape = piece.tensor.shape
+    count = math.gcd(MOST_TILES * parts, *shape[axis : axis + 1])
+    while count > 1 and piece.tensor.num_bytes < count * LEAST_TILE_BYTES:
+        count //= 2
+    if axis >= len(shape) or count == 1:
+        return [piece]
+    width = shape[axis] // count
+    first, last = piece.box.begin[axis] // width, -(-piece.box.end[axis] // width)
+    size = (*shape[:axis], width, *shape[axis + 1 :])
+    begins = (tuple(at * width * (each == axis) for each in range(len(shape))) for at in range(first, last))
+    return [replace(piece, box=piece.box.overlap(Box(begin, size))) for begin in begins]

@@ -24,6 +24,7 @@ from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.checksum import Checksums, crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, Piece
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, write_paced
+from hpctrain.checkpoint.format.partition import MOST_TILES
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used where they lie in the image."""
@@ -159,7 +160,10 @@ class ShardImage:
             view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
         ]
         self.extents = [(offset, piece.num_bytes) for offset, piece in layout]
-        blocks = [blocks_of(extent, SUMMED_BYTES) for extent in self.extents]
+        self.summed_bytes = SUMMED_BYTES
+        if any(piece.shape[1:] != piece.tensor.shape[1:] for piece in plan.pieces):  # rows are read from several
+            self.summed_bytes = max(SUMMED_BYTES // MOST_TILES, shard_index.LEAST_BLOCK_BYTES)
+        blocks = [blocks_of(extent, self.summed_bytes) for extent in self.extents]
         self.num_blocks = [len(each) for each in blocks]
         self.sums = Checksums(self.buffer, [block for each in blocks for block in each], BLOCK_BYTES)
         self.between = crc32(b"".join(bytes(self.buffer[slice(*gap)]) for gap in gaps(self.extents, plan.num_bytes)))
@@ -184,7 +188,7 @@ class ShardImage:
         """What stands behind the HDF5 bytes, when all of them are summed up."""
         texts = (f"{crc:08x}" for crc in self.sums.result())
         sums = ["".join(islice(texts, count)) for count in self.num_blocks]
-        text = shard_index.shard_text(file, self.buffer.size, self.between, SUMMED_BYTES, self.texts, sums)
+        text = shard_index.shard_text(file, self.buffer.size, self.between, self.summed_bytes, self.texts, sums)
         return shard_index.framed(text, self.buffer.size)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.errors import UserError
 from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.parallel.tensorflow_sharded import flat, slots_of
-from hpctrain.train.state import Cut, Placement
+from hpctrain.train.state import Cut, Placement, Tiling, part_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class VariableTensor:
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
     cut: Cut | None = None
+    tiling: Tiling | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,9 +39,8 @@ class VariableTensor:
         """Logical dtype."""
         return str(self.variable.dtype.name)
 
-    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
-        value = self.host_view()
-        np.copyto(out, value[first_row : first_row + len(out)] if out.ndim else value, casting="no")
+    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+        np.copyto(out, self.host_view()[part_of(begin, out.shape)], casting="no")
 
     def host_view(self) -> NDArray[Any]:
         """The value; on a CPU the variable's own memory, so read it before the next update."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.metrics import to_host, torch_meters
 from hpctrain.frameworks.torch.optimizer import OptimizerState
 from hpctrain.frameworks.torch.own_step import OwnSteps, own_models
-from hpctrain.frameworks.torch.pipelined import Pipelined
+from hpctrain.frameworks.torch.pipelined import Pipelined, parameter_of
 from hpctrain.frameworks.torch.shares import ONLY, Share
 from hpctrain.frameworks.torch.spoken import TorchLeaves
 from hpctrain.frameworks.torch.state import (
@@ -43,7 +43,7 @@ from hpctrain.frameworks.torch.unchanged import passes_leave
 from hpctrain.frameworks.torch.updates import Exchanges, ExchangesToChoose, Passes, Trained
 from hpctrain.frameworks.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.parallel.torch_fully_sharded import FullySharded
-from hpctrain.parallel.torch_tensor import TensorParallel
+from hpctrain.parallel.torch_tensor import TensorParallel, tilings
 from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.reduce.torch_allreduce import pin, unpin
@@ -122,6 +122,7 @@ class TorchFramework:
         self.reducer = ready.reducer
         self.joint = ready.joint
         self.tensor = ready.tensor
+        self.tilings = {plain_name(name): one for name, one in tilings(self.model, ready.task.tensor).items()}
         self.joint_names = joint_names(self.model) if ready.joint else frozenset[str]()
         self.memory_format = memory_format_of(train)
         self.meters = torch_meters(ready.task, ready.device)
@@ -310,7 +311,7 @@ class TorchFramework:
         counted = [ArrayTensor(STEPS, self.steps)] if self.own is not None else []
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
-        found = [
+        found: list[StateTensor] = [
             *model_tensors(self.model, self.joint_names, self.tensor),
             *optimizer,
             *self.holdings.tensors(known, self.updates),
@@ -319,6 +320,9 @@ class TorchFramework:
             *counted,
             *random_tensors(self.device),
         ]
+        for place, it in enumerate(found):
+            if isinstance(it, TorchTensor) and parameter_of(it.name) in self.tilings:
+                found[place] = replace(it, tiling=self.tilings[parameter_of(it.name)])
         return self.pipelined.placed(found) if self.pipelined else found
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:

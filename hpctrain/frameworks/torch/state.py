@@ -16,7 +16,7 @@ from hpctrain.frameworks.host_random import host_random_state, restore_host_rand
 from hpctrain.frameworks.named_state import digest as digest_of
 from hpctrain.frameworks.named_state import plain_name
 from hpctrain.parallel.torch_tensor import Slices, TensorParallel
-from hpctrain.train.state import ArrayTensor, Cut, Placement
+from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling, part_of
 
 NUMBER = ".number"
 """Ends the slot names of optimizer state that is a Python number."""
@@ -31,6 +31,7 @@ class TorchTensor:
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
     cut: Cut | None = None
+    tiling: Tiling | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,11 +43,11 @@ class TorchTensor:
         """Logical dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
-    def copy_into(self, out: NDArray[Any], first_row: int = 0) -> None:
+    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
         """Asynchronous if the tensor is on a GPU and ``out`` is page-locked."""
         source = self.tensor.detach()
-        if out.ndim:
-            source = source[first_row : first_row + len(out)]
+        if source.shape != out.shape:  # of a small tensor, taking a part is as long as copying it
+            source = source[part_of(begin, out.shape)]
         host_tensor(out, self.tensor.dtype).copy_(source, non_blocking=True)
 
     def assign(self, value: NDArray[Any], first_row: int = 0) -> None:

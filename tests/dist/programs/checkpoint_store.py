@@ -22,6 +22,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.train import Cut, SavedArrays
+from hpctrain.train.state import Tiling
 
 
 def arrays(value: float) -> dict[str, np.ndarray]:
@@ -180,7 +181,9 @@ def save_cut(world: World, folder: Path, parts: str) -> None:
         slices = tuple(slice(first, first + length) for first, length in zip(begin, shape, strict=True))
         cut = Cut(WHOLE[name], begin, world.rank // count, world.size // count)
         parts_here[name] = (whole(name)[slices], cut)
-    saver.begin(array_tensors({"model/bias": np.arange(9.0)}, own(world.rank, 1), parts_here), 1, {})
+    tensors = array_tensors({"model/bias": np.arange(9.0)}, own(world.rank, 1), parts_here)
+    tiled = [dataclasses.replace(it, tiling=Tiling(1)) if it.name == "model/up" else it for it in tensors]
+    saver.begin(tiled, 1, {})
     saver.finish().path_or_raise()
     wrong = Cut((8, 2), (0, 0))  # all ranks say that they hold the first rows
     saver.begin(array_tensors({}, {}, {"model/w": (np.ones((4, 2)), wrong)}), 2, {})

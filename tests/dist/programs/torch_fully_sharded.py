@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
+from hpctrain.checkpoint.format import partition
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command
 from hpctrain.comm.group import Group
@@ -45,6 +46,7 @@ from tests.support.torch_tasks import (
 )
 
 PARAMETERS, OPTIMIZER, WHOLE = (ParallelConfig(shard=each) for each in ("parameters", "optimizer", "none"))
+partition.LEAST_TILE_BYTES = 64  # as large matrices are written
 HYBRID = ParallelConfig(tensor=2, shard="parameters")
 GPT = "tests.support.tensor_tasks:numbered"
 STAGES = "tests.support.pipeline_tasks:numbered"

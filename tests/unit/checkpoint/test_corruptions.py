@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint import patience, verify
 from hpctrain.checkpoint.exports import export_safetensors
+from hpctrain.checkpoint.format import partition
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Piece
+from hpctrain.checkpoint.format.partition import tiles
 from hpctrain.checkpoint.initial import with_weights
 from hpctrain.checkpoint.inspect import tensor_differences, tensor_summaries
 from hpctrain.checkpoint.reading import Loaded
@@ -45,13 +47,13 @@ def state(value: int) -> dict[str, NDArray[Any]]:
     """Tensors of several types that are cut, shared out, or in one piece, other ones for each value."""
     rng = np.random.default_rng(value)
     return {
-        "model/down": rng.random((40, 50), dtype=np.float32),
+        "model/down": rng.random((40, 48), dtype=np.float32),
         "model/up": rng.random((60, 30), dtype=np.float32),
         "model/qkv": rng.random((24, 20), dtype=np.float32),
         "model/embed": rng.integers(0, 2**16, (4, 30, 16), dtype=np.uint16),
         "model/flags": rng.random(301) < 0.5,
         "model/norm": rng.random(17),
-        "optimizer/exp_avg/down": rng.random((40, 50)) + 1j * rng.random((40, 50)),
+        "optimizer/exp_avg/down": rng.random((40, 48)) + 1j * rng.random((40, 48)),
         "optimizer/step": np.array(float(value)),
         "optimizer/none": np.empty((0, 3)),
     }
@@ -62,8 +64,8 @@ def own(rank: int, value: int) -> dict[str, NDArray[Any]]:
     return {"model/mean": np.full(9, rank + value, np.float32), "rng/python": np.full(30, rank + value, np.uint8)}
 
 
-def shards_of(value: int, ranks: int) -> list[list[Part]]:
-    """What four ranks write that cut tensors in two, with ``ranks`` pairs of them."""
+def shards_of(value: int, ranks: int, tiled: bool) -> list[list[Part]]:
+    """What four ranks write that cut tensors in two, with ``ranks`` pairs of them; in tiles, or each part as it is."""
     shards: list[list[Part]] = [[], [], [], []]
     for name, values in state(value).items():
         dtype = "bfloat16" if name == "model/embed" else ""
@@ -85,7 +87,13 @@ def shards_of(value: int, ranks: int) -> list[list[Part]]:
     for rank in range(ranks):
         for name, values in own(rank, value).items():
             shards[2 * rank] += parts_of(name, values, 0, 1, rank=rank)
-    return shards
+    return [[tile for part in shard for tile in tiles_of(*part)] for shard in shards] if tiled else shards
+
+
+def tiles_of(piece: Piece, numbers: NDArray[Any]) -> list[Part]:
+    """A piece as it is written if other plans may cut its tensor."""
+    axis, parts = AXES.get(piece.tensor.name, 0), 3 if piece.tensor.name == "model/qkv" else 1
+    return [(tile, numbers[tile.box.seen_from(piece.box.begin).index]) for tile in tiles(piece, axis, parts)]
 
 
 @dataclass(frozen=True)
@@ -206,14 +214,19 @@ READERS: dict[str, Callable[[CheckpointStore, CheckpointStore], Any]] = {
 READ_ALL = ("load", "resume in one process", "verify")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tensor 2, pipeline or shard 2", "tensor 2, data 2"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, False), (2, False), (2, True)],
+    ids=["tensor 2, pipeline or shard 2", "tensor 2, data 2", "tensor 2, data 2, in tiles"],
+)
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("plan")
     store = CheckpointStore(folder / "checkpoints")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_module, "SUMMED_BYTES", BLOCK_BYTES)
+        patch.setattr(partition, "LEAST_TILE_BYTES", 256)
         for step in (1, 2):
-            write_shards(store, step, shards_of(step, request.param), request.param)
+            write_shards(store, step, shards_of(step, *request.param), request.param[0])
         assert verify_checkpoint(store, 2).problems == ()
         patch.setattr(verify, "hdf5_problems", lambda *_: [])  # it looks at what is sound, in a process of its own
         patch.setattr(h5py, "File", None)
@@ -424,6 +437,22 @@ def is_changed(it: Attacked) -> bool:
     )
 
 
+def only_random_states(it: Attacked) -> bool:
+    """Whether nothing is changed but random states of ranks, which mean nothing to another number of them."""
+    shards = {shard.file: shard.pieces for shard in it.sound.manifest(2).shards}
+    for path, before in it.originals.items():
+        if path.is_symlink() or not path.is_file():
+            return False
+        now = bytearray(path.read_bytes())
+        for stored in shards.get(path.name, ()):
+            if stored.piece.tensor.name.startswith("rng/"):
+                place = slice(stored.offset, stored.offset + stored.piece.num_bytes)
+                now[place] = before[place]
+        if now != before:
+            return False
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(60 + CORRUPTIONS)
 def test_every_reader_finds_every_corruption(attacked: Attacked) -> None:
@@ -437,7 +466,9 @@ def test_every_reader_finds_every_corruption(attacked: Attacked) -> None:
         for name, read in READERS.items():
             try:
                 assert read(attacked.store, attacked.sound) == attacked.answers[name], f"{place}: {name} is wrong"
-                assert name not in READ_ALL, f"{place}: {name} has missed it"
+                is_unread = name == "resume in one process" and only_random_states(attacked)
+                assert is_unread or name not in READ_ALL, f"{place}: {name} has missed it"
+                found[name] += is_unread
             except DamagedCheckpoint:
                 found[name] += 1
             except HpctrainError as error:

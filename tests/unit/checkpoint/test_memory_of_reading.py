@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -28,6 +29,20 @@ def test_a_large_state_is_read_once_and_is_held_once(framework: str, tmp_path: P
     for reader, (bytes_read, more_mib) in found.items():
         assert 1.0 <= bytes_read < 1.1, f"{reader} reads {bytes_read:.2f} times what it takes"
         assert more_mib < MOST_MIB, f"{reader} holds {more_mib:.1f} MiB more than that"
+
+
+@pytest.mark.slow
+def test_ranks_of_any_plan_read_what_they_hold_of_what_any_other_saved(tmp_path: Path) -> None:
+    """Columns of what was written by ranks that have rows, and rows of what was written by columns."""
+    command = [sys.executable, "-m", "tests.support.memory_of_columns", str(tmp_path)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else malloc keeps what was freed before
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[float, float]] = json.loads(done.stdout)
+    assert len(found) == 30
+    for reader, (bytes_read, more_mib) in found.items():
+        assert 0.999 <= bytes_read < 1.1, f"{reader} reads {bytes_read:.3f} times what it takes"
+        assert 0.5 < more_mib < MOST_MIB, f"{reader} holds {more_mib:.1f} MiB more than that"
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import partition as module
-from hpctrain.checkpoint.format.layout import TensorSpec
-from hpctrain.checkpoint.format.partition import partition
+from hpctrain.checkpoint.format.boxes import Box, tiling_problem
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec
+from hpctrain.checkpoint.format.partition import partition, tiles
+from tests.support import tilings
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=20)
 
@@ -18,6 +20,7 @@ shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SPLIT_BYTES", 64)
+    monkeypatch.setattr(module, "LEAST_TILE_BYTES", 64)
 
 
 @given(shapes, st.integers(1, 9))
@@ -47,3 +50,34 @@ def test_shares_are_equal_within_a_row_or_a_small_tensor(shapes: list[tuple[int,
 def test_thousands_of_writers_and_tensors_take_no_time() -> None:
     tensors = [TensorSpec(f"t{index}", (64, 64), "float32") for index in range(5000)]
     assert sum(map(len, partition(tensors, 4096))) >= 5000
+
+
+@given(st.data(), tilings.shapes, st.integers(0, 2), st.integers(1, 3))
+def test_tiles_are_the_same_elements_in_pieces(
+    data: st.DataObject, shape: tuple[int, ...], axis: int, parts: int
+) -> None:
+    box = data.draw(tilings.boxes_within(shape))
+    found = tiles(Piece(TensorSpec("t", shape, "float32"), box), axis, parts)
+    assert tiling_problem(box.shape, [piece.box.seen_from(box.begin) for piece in found]) is None
+
+
+@pytest.mark.parametrize(("axis", "parts"), [(0, 1), (0, 3), (1, 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_tiles_end_where_any_rank_s_part_ends(axis: int, parts: int, ranks: int) -> None:
+    """Whichever ranks write and read; and there are no more than that takes."""
+    tensor = TensorSpec("t", (240, 960), "float32")
+    length = tensor.shape[axis] // parts // ranks
+    written = [tiles(piece, axis, parts) for mine in partition([tensor], 3) for piece in mine]
+    for first in range(0, tensor.shape[axis], length):
+        begin, end = (first, 0) if axis == 0 else (0, first), (length, 960) if axis == 0 else (240, length)
+        for piece in (piece for pieces in written for piece in pieces):
+            assert piece.box.overlap(Box(begin, end)).size in (0, piece.box.size)
+    assert max(map(len, written)) <= 8 * parts
+
+
+def test_small_tensors_are_not_cut_into_tiles() -> None:
+    for count in (1, 2, 4, 8):
+        rows = count * module.LEAST_TILE_BYTES // 4 // 8
+        for shape in ((rows, 8), (8, rows)):
+            piece = Piece(TensorSpec("t", shape, "float32"), Box((0, 0), shape))
+            assert [len(tiles(piece, axis, 1)) for axis in range(3)] == [count, count, 1]

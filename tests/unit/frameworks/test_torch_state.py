@@ -40,9 +40,9 @@ def saved(framework: TorchFramework) -> dict[str, np.ndarray]:
         dtype = "uint16" if tensor.dtype == "bfloat16" else tensor.dtype
         out = np.zeros(tensor.shape, dtype)
         if out.ndim and len(out) > 1:
-            half = len(out) // 2
-            tensor.copy_into(out[:half])
-            tensor.copy_into(out[half:], first_row=half)
+            half, others = len(out) // 2, (0,) * (out.ndim - 1)
+            tensor.copy_into(out[:half], (0, *others))
+            tensor.copy_into(out[half:], (half, *others))
         else:
             tensor.copy_into(out)
         arrays[tensor.name] = out

@@ -22,11 +22,11 @@ from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, Train
 from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.parallel.torch_probe import require_elementwise
 from hpctrain.parallel.torch_region import Region
-from hpctrain.parallel.torch_tensor import TensorParallel, cut_model, planned, slices_of
+from hpctrain.parallel.torch_tensor import TensorParallel, cut_model, planned, slices_of, tilings
 from hpctrain.rank.fit import fit
 from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
-from hpctrain.train.state import Cut
+from hpctrain.train.state import Cut, Tiling
 from tests.support import tensor_tasks
 from tests.support.tensor_tasks import LAYERS, Gpt
 from tests.support.thread_groups import in_threads
@@ -89,6 +89,15 @@ def test_what_cannot_be_cut_is_refused_by_name(words: dict[str, Any], what: str)
     with pytest.raises(UserError, match=re.escape(what)):
         planned(Everything(), words, 2)
     assert planned(Everything(), words, 1) == []
+    tilings(Everything(), words)  # which is asked for one rank, too
+
+
+def test_tiles_are_of_what_any_number_of_ranks_would_cut() -> None:
+    found = tilings(Gpt(), LAYERS)
+    assert found["blocks.1.qkv.weight"] == found["blocks.1.qkv.bias"] == Tiling(0, parts=3)
+    assert found["blocks.0.down.weight"] == Tiling(1) and "blocks.0.down.bias" not in found
+    assert found["words.weight"] == Tiling(0), "of the first and the last layer"
+    assert len(found) == 2 * 6 + 1
 
 
 def test_patterns_name_layers() -> None:

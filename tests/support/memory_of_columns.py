@@ -1,0 +1,154 @@
+"""What ranks take of checkpoints of layers that plans cut along either axis: memory_of_columns.py <folder>.
+
+A state of 128 MB, of few tensors and of hundreds, half of them weights and half an optimizer's, is saved at some plans
+and read at others. Prints JSON: of each reader, bytes read from files in units of those that it takes, and what it held
+at most beyond them in MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.format.boxes import Box, everything
+from hpctrain.checkpoint.policy import KEEP_ALL
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.comm.group import Group
+from hpctrain.train.state import Cut, Placement, Tiling
+from tests.support.memory_of_plans import Memory, take
+from tests.support.memory_of_reading import measured
+
+STATES = {"few": (12, (888, 3008)), "hundreds": (480, (264, 256))}
+"""Number of tensors, and the shape of each; no block ends with a row of the large ones."""
+Plan = tuple[int, Callable[[int, int, int, tuple[int, ...]], Box]]
+"""Number of ranks; what one has of a tensor, by its own number, that of the tensor and how many there are, and its
+shape. Layers of odd number are cut along axis 1; the second half of the tensors are an optimizer's."""
+
+
+def whole(rank: int, number: int, count: int, shape: tuple[int, ...]) -> Box:
+    """Each rank has all."""
+    return everything(shape)
+
+
+def layers(ranks: int) -> Plan:
+    """``parallel.tensor``."""
+
+    def part(rank: int, number: int, count: int, shape: tuple[int, ...]) -> Box:
+        length = -(-shape[number % 2] // ranks)
+        columns = Box((0, rank * length), (shape[0], length))
+        rows = Box((rank * length, 0), (length, shape[1]))
+        return (columns if number % 2 else rows).overlap(everything(shape))
+
+    return ranks, part
+
+
+def optimizer(ranks: int) -> Plan:
+    """``parallel.shard: optimizer``: runs of rows."""
+
+    def part(rank: int, number: int, count: int, shape: tuple[int, ...]) -> Box:
+        if number < count // 2:
+            return everything(shape)
+        rows = shape[0] * count // 2
+        before = (number - count // 2) * shape[0]
+        first, last = rows * rank // ranks - before, rows * (rank + 1) // ranks - before
+        return Box((first, 0), (last - first, shape[1])).overlap(everything(shape))
+
+    return ranks, part
+
+
+PLANS: dict[str, Plan] = {
+    "data 1": (1, whole),
+    "data 2": (2, whole),
+    "data 4": (4, whole),
+    "tensor 2": layers(2),
+    "tensor 4": layers(4),
+    "shard 4": optimizer(4),
+}
+READERS = {
+    "data 1": ("data 1", "tensor 2", "tensor 4"),
+    "data 2": ("tensor 2", "tensor 4"),
+    "data 4": ("tensor 2", "tensor 4", "shard 4"),
+    "tensor 2": ("data 1", "tensor 4", "shard 4"),
+    "tensor 4": ("tensor 2",),
+    "shard 4": ("data 1", "tensor 2", "tensor 4"),
+}
+"""Plans that read what one has saved."""
+
+
+class Rank(Group):
+    """One of several, which are asked for nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("some")
+        self.rank, self.size = rank, size
+
+
+def values_of(number: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Of a tensor."""
+    return np.random.default_rng(number).random(shape, dtype=np.float32)
+
+
+def held(plan: Plan, rank: int, count: int, shape: tuple[int, ...], is_saved: bool = False) -> list[Memory]:
+    """What a rank of a plan has of all tensors: their values, or memory that was touched."""
+    tensors = []
+    for number in range(count):
+        box = plan[1](rank, number, count, shape)
+        if not box.size:
+            continue
+        array = values_of(number, shape)[box.index] if is_saved else np.ones(box.shape, np.float32)
+        tensor = Memory(f"model/{number}", array, tiling=Tiling(number % 2))
+        if any(plan[1](other, number, count, shape) != box for other in range(plan[0])):
+            tensor = replace(tensor, placement=Placement.CUT, cut=Cut(shape, box.begin))
+        tensors.append(tensor)
+    return tensors
+
+
+def save(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple[int, ...]) -> None:
+    """As its ranks do, one after the other."""
+    for rank in range(plan[0]):
+        saver = Saver(store, KEEP_ALL, Rank(rank, plan[0]), range(plan[0]), "plans", peers=Group("data"))
+        saver.begin(held(plan, rank, count, shape, is_saved=True), step, {})
+        assert saver.job is not None
+        saver.job.future.result()
+        partial_folder = saver.job.partial
+        saver.close()
+    store.commit(partial_folder, step, plan[0], {}, looks_through=True, owners=1)
+
+
+def require_right(tensors: list[Memory], shape: tuple[int, ...]) -> None:
+    """That all values are what was saved."""
+    for tensor in tensors:
+        saved, begin = values_of(int(tensor.name.rpartition("/")[2]), shape), tensor.cut.begin if tensor.cut else (0, 0)
+        assert np.array_equal(tensor.array, saved[Box(begin, tensor.shape).index]), tensor.name
+
+
+def found_by(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple[int, ...]) -> tuple[float, float]:
+    """What the last rank but one takes, see above."""
+    tensors = held(plan, max(0, plan[0] - 2), count, shape)
+    take(store, step, tensors)  # what is imported, and made once, is not counted
+    require_right(tensors, shape)
+    num_bytes, more = measured(partial(take, store, step, tensors))
+    return num_bytes / sum(tensor.array.nbytes for tensor in tensors), more / 2**20
+
+
+if __name__ == "__main__":
+    store = CheckpointStore(sys.argv[1])
+    found = {}
+    for step, (kind, plan) in enumerate((kind, plan) for kind in STATES for plan in READERS):
+        child = os.fork()  # what it frees must not be there to be used again
+        if not child:
+            save(store, step, PLANS[plan], *STATES[kind])
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for reader in READERS[plan]:
+            found[f"{kind}: {plan} to {reader}"] = found_by(store, step, PLANS[reader], *STATES[kind])
+        store.remove(step)
+    print(json.dumps(found))
