@@ -155,3 +155,10 @@ def test_the_serial_share_of_no_time_at_all_is_none() -> None:
     assert Amdahl(0.0, 0.0).serial_fraction == 0
     assert Amdahl(1e-3, 3e-3).serial_fraction == pytest.approx(0.25)
     assert Amdahl(1.0, 4.0).seconds(4) == 2
+
+
+@pytest.mark.parametrize(("count", "outlier"), [(20, 5.0), (40, 2.0), (50, 1.5)])
+def test_measurements_that_are_all_alike_but_one_are_met(count: int, outlier: float) -> None:
+    """As a coarse clock gives them: residuals of exactly zero leave no spread to weigh by."""
+    (found,) = least_squares(np.ones((count + 1, 1)), np.array([1.0] * count + [outlier]))
+    assert found == pytest.approx(1.0, rel=1e-6)

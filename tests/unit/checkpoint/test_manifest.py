@@ -215,10 +215,12 @@ def test_json_that_is_none_or_dangerous(body: bytes) -> None:
         module.parse(framed, "here")
 
 
-def test_a_newer_version_is_the_users_to_solve() -> None:
+@pytest.mark.parametrize("version", [3, 99])
+def test_a_newer_version_than_is_written_is_the_users_to_solve(version: int) -> None:
     crafted = document()
-    crafted["version"] = 99
-    with pytest.raises(UserError, match="version 99"):
+    assert crafted["version"] == 2
+    crafted["version"] = version
+    with pytest.raises(UserError, match=f"version {version}"):
         module.parse(forge(crafted), "here")
 
 

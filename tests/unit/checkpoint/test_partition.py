@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given
@@ -36,6 +36,8 @@ def test_every_row_is_written_once_in_order(shapes: list[tuple[int, ...]], write
             assert piece.box.begin[1:] == (0,) * len(piece.shape[1:]) and piece.shape[1:] == piece.tensor.shape[1:]
     assert {piece.tensor.name for part in parts for piece in part} == {tensor.name for tensor in tensors}
     assert all(rows[tensor.name] == list(range(tensor.rows)) for tensor in tensors)
+    written = Counter(piece.tensor.name for part in parts for piece in part)
+    assert all(written[tensor.name] == 1 for tensor in tensors if not tensor.rows)
 
 
 @given(shapes, st.integers(1, 9))
@@ -45,6 +47,19 @@ def test_shares_are_equal_within_a_row_or_a_small_tensor(shapes: list[tuple[int,
     mean = sum(tensor.num_bytes for tensor in tensors) / writers
     for part in partition(tensors, writers):
         assert abs(sum(piece.num_bytes for piece in part) - mean) <= largest + 1
+
+
+def test_an_empty_tensor_between_two_writers_is_written_once() -> None:
+    tensors = [TensorSpec(name, (rows,), "float32") for name, rows in (("a", 15), ("empty", 0), ("b", 10))]
+    names = [[piece.tensor.name for piece in part] for part in partition(tensors, 2)]
+    assert names == [["a"], ["empty", "b"]]
+
+
+@pytest.mark.parametrize(("rows", "writers"), [(1023, 1), (1024, 2)])
+def test_a_tensor_is_shared_out_from_a_mebibyte_on(monkeypatch: pytest.MonkeyPatch, rows: int, writers: int) -> None:
+    monkeypatch.undo()  # of the small splits
+    parts = partition([TensorSpec("a", (rows, 256), "float32")], 2)
+    assert sum(bool(part) for part in parts) == writers
 
 
 def test_thousands_of_writers_and_tensors_take_no_time() -> None:

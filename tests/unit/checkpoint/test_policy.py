@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.policy import (
-    FIRST_S,
     LONGEST_RETRY_S,
     RETRY_S,
     Cost,
@@ -34,7 +33,7 @@ def test_positions() -> None:
 def test_the_clock_counts_only_where_asked() -> None:
     assert Policy(every_steps=5).interval_s(None) == math.inf
     assert Policy(every_s=120).interval_s(Cost(1, 1)) == 120
-    assert Policy(mtbf_s=3600).interval_s(None) == FIRST_S
+    assert Policy(mtbf_s=3600).interval_s(None) == 60, "the first one, which measures what one costs"
 
 
 def test_automatic_only_where_nothing_else_is_given() -> None:

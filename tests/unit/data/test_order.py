@@ -112,6 +112,19 @@ def test_the_order_is_pinned() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("length", "first"),
+    [(2**23, [1581893, 5777516, 6170316, 5684026]), (2**24, [8507365, 3776958, 3702269, 6624282])],
+)
+def test_the_order_is_pinned_for_data_whose_order_is_held_in_memory_and_for_more(length: int, first: list[int]) -> None:
+    assert Order(length, 4, seed=7).batch_indices(3, 0).tolist() == first
+
+
+def test_blocks_are_of_1024_samples_unless_another_number_is_given() -> None:
+    given = Order(40_000, 64, seed=7, shuffle="block", block_samples=1024)
+    assert np.array_equal(epoch_of(Order(40_000, 64, seed=7, shuffle="block"), 0), epoch_of(given, 0))
+
+
 @pytest.mark.parametrize("arguments", [{"length": 0}, {"global_batch": 0}, {"block_samples": 0}, {"shuffle": "all"}])
 def test_nonsense_is_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(UserError):

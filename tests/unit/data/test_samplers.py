@@ -126,8 +126,10 @@ def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) ->
     ],
 )
 def test_a_wrong_sampler_is_told(sampler, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         Order(LENGTH, 16, sampler=sampler).batch_indices(1, 0)
+    if "names sample" in message:
+        assert caught.value.fix == "return an array of whole numbers from 0 to 199"
 
 
 def test_the_fingerprint_tells_samplers_apart() -> None:

@@ -48,6 +48,15 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     assert died_first(run, 2, [before]) == []
 
 
+def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    (run.monitor / "deaths-1.txt").write_text("1.0 3\n2.0 1\n3.0 0\n")
+    words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    assert died_first(run, 1, words, bereaved=[3]) == [1], "MPI ended rank 3, and rank 0 died after rank 1"
+
+
 def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     running = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)
     killed = complete(running, [Death(1, signal=9)], [running])
@@ -59,7 +68,11 @@ def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch: pytest.MonkeyP
     assert complete(elsewhere, [Death(1, signal=9)], [running]).code is Code.KILLED, "its kernel cannot be asked"
 
 
-SRUN = "srun: error: task 2 launch failed: Unspecified error\nsrun: error: n1: tasks 0-1: Killed\n"
+SRUN = """\
+srun: error: task 2 launch failed: Unspecified error
+srun: error: task 3 launch failed: Unspecified error
+srun: error: n1: tasks 0-1: Killed
+"""
 
 
 @pytest.mark.parametrize(("hosts", "host", "where"), [({2: "n2"}, "n2", " on n2"), ({}, None, "")])
@@ -72,13 +85,33 @@ def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
     assert verdict.reason == f"rank 2 could not be started{where}: Slurm says 'Unspecified error'"
 
 
-def test_a_lost_node_is_the_cause_of_what_other_ranks_report(tmp_path: Path) -> None:
-    text = "srun: error: n1: tasks 0-1: Killed\nsrun: error: Timed out waiting for job step to complete\n"
+@pytest.mark.parametrize(
+    ("heard", "silent", "told"), [("tasks 0-1", 2, "heard from ranks 2, 3"), ("tasks 0-2", 3, "heard from rank 3")]
+)
+def test_a_lost_node_is_the_cause_of_what_other_ranks_report(
+    tmp_path: Path, heard: str, silent: int, told: str
+) -> None:
+    text = f"srun: error: n1: {heard}: Killed\nsrun: error: Timed out waiting for job step to complete\n"
     words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
     verdict = missing_ranks(words, 4, text, "", tmp_path / "log", {})
     assert verdict is not None
-    assert (verdict.rank, verdict.host, verdict.code) == (2, "n2", Code.NODE)
-    assert "n2 was lost" in verdict.reason and "ranks 2, 3" in verdict.reason
+    assert (verdict.rank, verdict.host, verdict.code) == (silent, "n2", Code.NODE)
+    assert "n2 was lost" in verdict.reason and verdict.reason.endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("named", "host", "reason"),
+    [
+        ("  Remote daemon: [prterun-n1-1@0,1] on node n2\n", "n2", "n2 was lost, or the launcher's daemon on it"),
+        ("", None, "a node was lost: PRTE has lost communication with a remote daemon."),
+    ],
+)
+def test_a_lost_node_is_named_if_the_launcher_names_it(
+    tmp_path: Path, named: str, host: str | None, reason: str
+) -> None:
+    text = f"PRTE has lost communication with a remote daemon.\n{named}"
+    verdict = missing_ranks([], 2, text, "", tmp_path / "log", {})
+    assert verdict is not None and (verdict.host, verdict.reason) == (host, reason)
 
 
 def test_the_runs_own_mistake_is_not_hidden_by_a_lost_node(tmp_path: Path) -> None:

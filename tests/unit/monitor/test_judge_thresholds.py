@@ -10,6 +10,7 @@ import pytest
 from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.judge import Judge, Rule
 from hpctrain.monitor.window import CAUSES, GC, Window
+from hpctrain.run.grid import Grid
 from hpctrain.train.clock import Phase
 
 STEPS = 32
@@ -179,7 +180,41 @@ def test_a_host_is_named_only_if_all_its_ranks_are_slow() -> None:
         assert {finding.kind for finding in watched(judge, *(window(index, busy) for index in range(2)))} == kinds
 
 
+def test_many_slow_ranks_are_over_after_three_calm_windows() -> None:
+    judge = judge_of(6)
+    watched(judge, *(window(index, [1.0] * 3 + [1.5] * 3) for index in range(3)))
+    findings = watched(judge, *(window(index, [1.0] * 6) for index in range(3, 8)))
+    assert told(findings, Kind.MANY) == [(State.CLEARED, 5)]
+
+
+@pytest.mark.parametrize("has_past", [True, False])
+def test_a_host_of_many_ranks_that_becomes_slow_is_named_and_one_that_always_was_is_not(has_past: bool) -> None:
+    """Three ranks of eight, exactly at the threshold: more than a third."""
+    judge = Judge(["a"] * 5 + ["b"] * 3, EXACT)
+    learned = healthy(LEARNING, 8) if has_past else []
+    findings = watched(judge, *learned, *(window(index, [1.0] * 5 + [1.125] * 3) for index in range(LEARNING, 8)))
+    confirmed = {(finding.kind, finding.ranks) for finding in findings if finding.state is State.CONFIRMED}
+    assert confirmed == {(Kind.HOST if has_past else Kind.MANY, (5, 6, 7))}
+
+
+def test_a_rank_whose_peers_are_missing_from_a_window_accuses_nobody() -> None:
+    """Of two ranks with the same part of the layers one has not sent its window."""
+    judge = Judge([f"n{rank}" for rank in range(4)], EXACT, Grid(4, tensor=2))
+    findings = watched(judge, *(window(index, [1.0, 1.5, 1.0]) for index in range(3)))
+    assert {finding.kind for finding in findings} == {Kind.PLAN}, "it may be its part that takes longer"
+
+
 # All ranks
+
+
+@pytest.mark.parametrize(("slower", "is_global"), [(7, False), (8, True)])
+def test_all_ranks_are_slower_if_four_of_five_are(slower: int, is_global: bool) -> None:
+    """The others are a little slower, below the calm threshold, so that there is no gap between two groups."""
+    judge = judge_of(10)
+    watched(judge, *healthy(LEARNING, 10))
+    busy = [1.05] * (10 - slower) + [1.13] * slower
+    findings = watched(judge, *(window(index, busy) for index in range(LEARNING, 8)))
+    assert bool(told(findings, Kind.GLOBAL)) is is_global
 
 
 @pytest.mark.parametrize(("busy", "is_global"), [(1.125, True), (1.12, False)])
@@ -223,6 +258,19 @@ def test_the_exchange_is_over_if_what_is_left_is_a_small_share_of_the_step(excha
     watched(judge, *(window(index, [1.0] * 4, exchange=2.0) for index in range(LEARNING, 8)))
     findings = watched(judge, *(window(index, [1.0] * 4, exchange=exchange) for index in range(8, 11)))
     assert told(findings, Kind.NETWORK) == ([(State.CLEARED, 10)] if is_clear else [])
+
+
+# Stages
+
+
+@pytest.mark.parametrize(("longer", "is_over"), [(0.12, False), (0.05, True)])
+def test_a_heavy_stage_is_over_below_half_of_what_it_must_cost(longer: float, is_over: bool) -> None:
+    """Of two stages one takes so much longer: equal ones would save half of that, 4.4% or 1.9% of a step."""
+    judge = Judge([f"n{rank}" for rank in range(8)], EXACT, Grid(8, pipeline=2))
+    heavy = watched(judge, *(window(index, [1.0] * 4 + [1.5] * 4) for index in range(3)))
+    assert told(heavy, Kind.PLAN) == [(State.SUSPECT, 0), (State.CONFIRMED, 1)]
+    findings = watched(judge, *(window(index, [1.0] * 4 + [1.0 + longer] * 4) for index in range(3, 8)))
+    assert told(findings, Kind.PLAN) == ([(State.CLEARED, 5)] if is_over else [])
 
 
 # Pauses

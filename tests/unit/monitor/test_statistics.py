@@ -167,8 +167,24 @@ def test_work_that_varies_explains_what_follows_it() -> None:
     assert not statistics.work_explains(2.0 - 0.25 * work, work).any(), "less time for more work explains nothing"
     noise = np.array([[1.0, 2.0, 2.0, 1.0], [2.0, 1.0, 1.0, 2.0]])
     assert not statistics.work_explains(noise, work).any()
+    a_fifth = np.array([[1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]])
+    assert not statistics.work_explains(a_fifth, work).any(), "a line that fits a fifth of the variance is none"
     assert not statistics.work_explains(work, np.zeros_like(work)).any()
     assert not statistics.work_explains(work, np.where(work > 3, np.nan, work)).any()
+
+
+@pytest.mark.parametrize("unit", [0.125, 1.0, 16.0])
+def test_a_pause_does_not_hide_what_work_explains_in_steps_of_any_length(unit: float) -> None:
+    work = np.tile([1.0, 2.0, 3.0, 4.0], (2, 8))
+    busy = unit * 0.25 * work
+    busy[0, 1] += 100 * unit
+    explained = statistics.work_explains(busy, work)
+    assert explained == pytest.approx(0.25 * unit * (work - 2.5), rel=0.3)
+
+
+@pytest.mark.parametrize("work", [[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]], [[0.0] * 4, [0.0] * 4, [1.0] * 4]])
+def test_where_the_typical_step_has_no_work_nothing_is_explained(work: list[list[float]]) -> None:
+    assert not statistics.work_explains(0.5 + np.array(work), np.array(work)).any()
 
 
 def test_work_that_differs_between_ranks_only_excuses_up_to_its_share() -> None:

@@ -110,15 +110,18 @@ def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
         (3, None, "the last 3 attempts to save failed, and there is none: what was trained since is not saved"),
         (1, 5.0, "none has been saved since, and the newest one is from step 7: what was trained since is not saved"),
         (1, 20.0, None),
+        (None, None, "none has been saved since, and there is none: what was trained since is not saved"),
     ],
 )
-def test_checkpoints_that_could_not_be_written(failures: int, saved_at: float | None, evidence: str | None) -> None:
+def test_checkpoints_that_could_not_be_written(
+    failures: int | None, saved_at: float | None, evidence: str | None
+) -> None:
     failed = CheckpointFailed(time=10.0, step=9, attempt=1, error="disk full", failures=failures)
     saved = [] if saved_at is None else [CheckpointSaved(time=saved_at, step=7, attempt=1)]
-    counts = {"train": 1, CheckpointFailed.NAME: failures}
+    counts = {"train": 1, CheckpointFailed.NAME: failures or 1}
     answer = explain(history(*saved, failed, attempts=RUNNING, phases=COMPUTING, counts=counts))
     assert answer.cause is Code.CHECKPOINT_FAILED
-    several = "1 checkpoint" if failures == 1 else f"{failures} checkpoints"
+    several = "1 checkpoint" if failures in (1, None) else f"{failures} checkpoints"
     assert answer.title == f"The run is under way; {several} could not be written, the last at step 9: disk full"
     assert answer.evidence == (() if evidence is None else (evidence,))
 

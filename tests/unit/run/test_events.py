@@ -164,6 +164,13 @@ def test_one_event_that_is_left_out_is_told_as_one() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_what_an_event_holds_is_given_by_name_alone(name: str) -> None:
+    """So that the fields of a newer version may stand anywhere."""
+    with pytest.raises(TypeError, match="positional"):
+        KINDS[name]("x", step=1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_fields_that_are_missing_or_null_have_their_defaults(name: str) -> None:
     common = {"time": 1.0, "event": name, "step": 1, "attempt": 1}
     (bare,) = decode(line(common))

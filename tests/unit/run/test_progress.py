@@ -49,6 +49,14 @@ def test_steps_that_are_computed_again_do_not_count() -> None:
     assert (made.step, made.curves["loss"].means()) == (20, [9.0, 3.0])
 
 
+def test_steps_that_one_attempt_computes_again_do_not_count_either() -> None:
+    """A program of one's own may train twice within an attempt that a supervisor counts."""
+    again = event("run_started", 10, at=40)
+    made = progress(event("run_started", 0), *(trained(step, loss=9.0) for step in (10, 20, 30)), again)
+    assert (made.step, made.first_step, made.curves["loss"].means()) == (10, 10, [9.0])
+    assert made.steps_per_s == 1.0, "of the attempt, in which it has been measured"
+
+
 def test_the_rate_is_that_of_the_newest_intervals_of_this_attempt() -> None:
     made = progress(trained(10, at=0))
     assert made.steps_per_s == pytest.approx(2.0), "10 steps in 5 s"
@@ -71,6 +79,13 @@ def test_findings_stand_until_they_are_cleared_or_the_attempt_ends() -> None:
     add(made, event("run_started", 3, attempt=2))
     add(made, found("confirmed", 1))
     assert not made.findings
+
+
+def test_a_finding_that_is_read_before_its_attempt_s_begin_stands() -> None:
+    """The monitor writes a file of its own: the files may interleave in any way."""
+    found = event("straggler", 5, 2, kind="rank", ranks=[1], state="confirmed", sentence="rank 1 is slow")
+    made = progress(event("run_started", 0), found, event("run_started", 3, attempt=2))
+    assert [each.ranks for each in made.findings.values()] == [(1,)]
 
 
 def test_a_hang_stands_until_a_step_is_made() -> None:

@@ -191,6 +191,12 @@ def test_an_orderly_end_says_where_and_whether_it_came_early() -> None:
     assert decide(uneven, [ADVANCED], 3).reason == "stopped early after step 9"
 
 
+@pytest.mark.parametrize("step", [0, None])
+def test_a_run_that_ended_before_its_first_step_ended_at_step_0(step: int | None) -> None:
+    words = [word(rank, Ending.STOPPED, step=step) for rank in range(2)]
+    assert decide(words, [ADVANCED], 3, PERSON).reason == "stopped by signal SIGINT at step 0"
+
+
 def test_a_run_that_saves_nothing_is_started_again_unless_a_person_stopped_it() -> None:
     def verdict(stop: Stop | None) -> tuple[Action, str]:
         decided = decide(both(Ending.STOPPED), [STUCK], 3, stop, saves=False)

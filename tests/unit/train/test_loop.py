@@ -13,7 +13,7 @@ from hpctrain.config.sections import EarlyStopConfig, TrainConfig
 from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.train.clock import IntervalClock, Phase
-from hpctrain.train.early_stop import EarlyStop
+from hpctrain.train.early_stop import EarlyStop, improves
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult, Sums
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
@@ -220,6 +220,14 @@ def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() 
     assert (again.fit().reason, again.state.step) == (StopReason.EARLY, 9)
     assert (patient.fit().reason, patient.state.step) == (StopReason.EARLY, 12)
     assert (other.fit().reason, other.state.step) == (StopReason.EARLY, 18), "the count of another rule is not taken"
+
+
+@pytest.mark.parametrize(("mode", "better", "worse"), [("min", 0.5, 1.5), ("max", 1.5, 0.5)])
+def test_lower_values_improve_in_mode_min_and_higher_ones_in_mode_max(mode: str, better: float, worse: float) -> None:
+    config = EarlyStopConfig(metric="x", mode=mode, min_delta=0.25)  # type: ignore[arg-type]
+    assert improves(better, 1.0, config) and not improves(worse, 1.0, config)
+    assert not improves((1 + better) / 2, 1.0, config), "it has to be more than min_delta"
+    assert improves(worse, None, config) and not improves(np.nan, None, config)
 
 
 def test_hooks_may_be_saved_once_all_of_them_have_seen_the_step() -> None:

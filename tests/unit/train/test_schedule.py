@@ -122,7 +122,8 @@ def test_after_the_last_step_the_factor_stays_where_it_ended(kind: str) -> None:
 
 def test_a_decay_over_one_step_is_done_after_it() -> None:
     for kind in ("linear", "cosine", "polynomial", "wsd"):
-        got = factors(ScheduleConfig(kind=kind, final_factor=0.5, warmup_steps=4), steps=5)  # type: ignore[arg-type]
+        config = ScheduleConfig(kind=kind, final_factor=0.5, warmup_steps=4, decay_share=0.5)  # type: ignore[arg-type]
+        got = factors(config, steps=5)
         assert (got[4], got[5]) == (1.0, 0.5), kind
     got = factors(ScheduleConfig(kind="one_cycle", climb_share=0.8, final_factor=0.5), steps=5)
     assert (got[4], got[5]) == (1.0, 0.5)

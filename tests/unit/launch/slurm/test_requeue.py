@@ -276,6 +276,16 @@ STOP = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by signal SIGTERM")
 AGAIN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 died")
 
 
+@pytest.mark.parametrize(("job", "has_script"), [("7_4", True), ("7_5", False), ("7", False)])
+def test_an_element_of_an_array_gets_a_script_for_itself_and_no_other_job_does(
+    tmp_path: Path, job: str, has_script: bool
+) -> None:
+    run = RunDir(tmp_path / "4")
+    run.create()
+    assert requeue.has_script(with_cap(9), run, dataclasses.replace(JOB, id=job)) is has_script
+    assert (run.path / "job.sbatch").exists() is has_script
+
+
 @pytest.mark.parametrize("between", [STOP, AGAIN, None])
 def test_the_cap_holds_whoever_requeued_the_job_in_between(
     run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch, between: Verdict | None
