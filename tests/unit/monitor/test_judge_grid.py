@@ -80,7 +80,7 @@ def test_what_every_rank_of_a_part_or_stage_takes_longer_for_is_the_plans(
     assert verdict.slowdown == pytest.approx(0.6, abs=0.1)
     assert 0.12 < verdict.cost < 0.6
     said = sentence.of_verdict(verdict)
-    assert said.startswith(f"{'stage' if axis == 'stage' else 'part'} 1 (rank")
+    assert said.startswith(f"{axis} 1 (rank")
     assert said.endswith("the plan is uneven, no rank is slow")
 
 
