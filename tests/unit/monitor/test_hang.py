@@ -101,6 +101,22 @@ def test_if_none_is_to_blame_it_is_told_who_does_what() -> None:
     )
 
 
+def test_a_silence_does_not_raise_its_own_limit_while_it_lasts() -> None:
+    watch, inside = HangWatch(hang_s=None), (7, Phase.FORWARD, "R")
+    assert [watch.observe(beats(inside, age=age)) for age in (1, 40, 80, INSIDE_STEP_S - 1)] == [None] * 4
+    assert watch.observe(beats(inside, age=INSIDE_STEP_S + 1)) is not None
+
+
+def test_a_silence_that_ended_by_itself_raises_the_limit_also_if_two_looks_saw_it_equally_long() -> None:
+    """As while the run is suspended."""
+    watch, inside = HangWatch(hang_s=None), (7, Phase.FORWARD, "R")
+    for age in (1, 50, 50):
+        assert watch.observe(beats(inside, age=age)) is None
+    moved = (8, Phase.FORWARD, "R")
+    assert watch.observe(beats(moved, age=0)) is None
+    assert watch.observe(beats(moved, age=INSIDE_STEP_S + 1)) is None
+
+
 def test_a_hang_is_told_once_until_the_run_moves_again() -> None:
     watch = HangWatch(hang_s=10)
     waiting = (7, Phase.BACKWARD, "S")
