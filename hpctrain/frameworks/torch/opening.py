@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import Config
@@ -16,7 +21,7 @@ from hpctrain.frameworks.torch.framework import LOW_PRECISION, ReadyTask, TorchF
 from hpctrain.frameworks.torch.holdings import Holdings
 from hpctrain.frameworks.torch.layer_times import Whole
 from hpctrain.frameworks.torch.metrics import of_torchmetrics
-from hpctrain.frameworks.torch.optimizer import OptimizerState, Slots
+from hpctrain.frameworks.torch.optimizer import OptimizerState, Part, Slots
 from hpctrain.frameworks.torch.pipelined import keep_own_stage, pipeline_features, stages_of
 from hpctrain.frameworks.torch.recompute import recompute
 from hpctrain.frameworks.torch.sharding import (
@@ -28,7 +33,7 @@ from hpctrain.frameworks.torch.sharding import (
     uncuttable,
     unsuited,
 )
-from hpctrain.frameworks.torch.shares import ONLY, shares_of, whole_model
+from hpctrain.frameworks.torch.shares import ONLY, Share, shares_of, whole_model
 from hpctrain.frameworks.torch.sparse import sparse_parameters
 from hpctrain.frameworks.torch.state import other_names, state_of
 from hpctrain.frameworks.torch.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
@@ -71,102 +76,166 @@ def open_torch(
         UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
             cannot be used.
     """
-    train, model = config.train, whole_model(task)
+    train = config.train
     device = pick_device(world.local_rank)
     require_same_kind(device, world)
     if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
         torch.set_num_threads(train.threads)
-    own = {"loss": task.loss, "forward": task.forward, "step": task.step}
-    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
-    parts = holdings.parts()
-    require_trainable(model, [part.optimizer for part in parts])
-    ranks = world.data.size
-    joins = wants_joint_statistics(model, train.sync_batchnorm)
-    features = config.features() | model_features(model, parts, joins, ranks, unsuited(parts, holdings))
-    features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
-    features |= pipeline_features(task, holdings)
-    valueless = without_values(model, parts)
-    features |= used({Feature.VALUELESS: next(iter(valueless), None)})
-    refuse(features)
+    known = look_at(task, world, config)
+    model, parts = known.model, known.parts
     layers = planned(model, task.tensor, config.parallel.tensor)
-    tables = tables_of(model, task.tensor) if Feature.SHARD_TABLES in features and ranks > 1 else []
+    tables = tables_of(model, task.tensor) if known.divides(Feature.SHARD_TABLES) else []
     move(model, device, memory_format_of(train))
-    shards, divides = (one in features and ranks > 1 for one in (Feature.SHARD, Feature.SHARD_PARAMETERS))
-    judgement = judge(parts, device) if shards or divides or Feature.PIPELINE in features else Judgement()
-    refuse(features | used({Feature.COUPLED: judgement.coupled}))
+    judgement = judged(known, device)
     stages = stages_of(task, model, config.parallel.pipeline)
-    tensors = state_of(model)
-    described = [
-        (name, tuple(tensor.shape), str(tensor.dtype) + (" without values" if tensor.is_meta else ""))
-        for name, tensor in tensors.items()
-    ]
-    require_same_model(world.everyone, described, "tensors")
-    broadcast(world.everyone, [one for one in tensors.values() if not one.is_meta], "receive the model")
+    make_equal(model, world.everyone)
     doubled = other_names(model)
-    tensor: TensorParallel = uncut()
-    slots: Slots | None = None
-    pipelined = None
+    tensor = uncut()
     if world.tensor.size > 1:  # one process that only tries the task has all of it
-        updaters = world.data if shards else None
+        updaters = world.data if known.divides(Feature.SHARD) else None
         within = open_exchange(world.tensor, device, Waiting(clock))
         tensor = cut_model(model, layers, world.tensor, world.data, plain(parts), clock, updaters, within)
     if tables:
         among = open_exchange(world.data, device, Waiting(clock, Neighbours.TABLES))
         tensor = cut_tables(model, tables, world.data, plain(parts), clock, among)
     recompute(model, train.recompute, tensor.region)
+    pipelined = None
     if stages is not None and world.pipeline.size > 1:
         half, images = LOW_PRECISION.get(train.precision), memory_format_of(train)
-        stages = Whole(task, model, holdings, tensor, device, half, images).chosen(stages, stage_choice, world)
+        stages = Whole(task, model, known.holdings, tensor, device, half, images).chosen(stages, stage_choice, world)
         between = open_exchange(world.pipeline, device, Waiting(clock, Neighbours.PIPELINE))
         pipelined = keep_own_stage(task, model, stages, plain(parts), tensor, world, device, clock, between)
     give_memory(model, device)
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    if tensor.slices:
-        slots = Slots(slices={place: tensor.slices[name] for place, name in names.items() if name in tensor.slices})
-    shares = shares_of(task, model, parts)
-    sharding, divided = None, None
-    needs_norm = UpdateRule(train.clip_norm, LossScale() if train.precision == "fp16" else None).needs_norm
-    if divides:
-        refuse(features | used({Feature.WHOLE_TENSORS: uncuttable(shares, parts, judgement, world)}))
-        divided = shard_parameters(model, tensor, world, parts, judgement)
-        tensor, shares, slots = divided.tensor, divided.shares, divided.slots
-        names |= divided.names
-    if shards:
-        sharding = share_out_optimizers(shares, parts, judgement, world, names, tensor)
-        needs_norm = needs_norm and not tensor.slices  # which then count each element once
-        names |= sharding.names
-        slots = sharding.slots
-    optimizer_state = OptimizerState(parts, names, slots)
+    updates = share_out(known, judgement, tensor)
+    optimizer_state = OptimizerState(parts, updates.names, updates.slots)
     if device.type != "cpu":
         optimizer_state.to_device()
-    sparse = sparse_parameters(model, parts, config.reduce.sparse)
-    of: dict[str, TorchReducers | ShardedReducers | FullyShardedReducers] = {}
-    if sharding is not None:
-        of |= {name: ShardedReducers(its, config.reduce, needs_norm, plain(parts)) for name, its in sharding.of.items()}
-    elif divided is not None:
-        of |= {ONLY: FullyShardedReducers(divided.tensor, plain(parts), divided.group)}
-    else:
-        apart = [one for one in model.parameters() if id(one) in tensor.complete]
-        of |= {
-            name: TorchReducers(share, config.reduce, share.those_of(sparse), apart) for name, share in shares.items()
-        }
-    reducers = ExchangesToChoose(of)
-    joint = SyncBatchNorm(model, world.data, clock) if joins and ranks > 1 else None
+    reducers = ExchangesToChoose(updates.exchanges)
     ready = ReadyTask(
         task,
         model,
-        shares,
+        updates.shares,
         device,
-        holdings,
+        known.holdings,
         optimizer_state,
         reducers,
         choice.known(reducers),
-        tensor,
+        updates.tensor,
         doubled,
-        joint,
+        SyncBatchNorm(model, world.data, clock) if known.joins and world.data.size > 1 else None,
         pipelined,
-        frozenset(valueless),
+        known.valueless,
     )
     framework = TorchFramework(ready, world, config, clock, choice)
     framework.reseed(0)
     return framework
+
+
+@dataclass(frozen=True)
+class Known:
+    """A task that can be trained, before anything is done to its model."""
+
+    task: TorchTask
+    world: World
+    config: Config
+    model: torch.nn.Module
+    """All models of the task as one."""
+    holdings: Holdings
+    parts: Sequence[Part]
+    """All of its optimizers."""
+    features: Mapping[Feature, Any]
+    """That the run uses."""
+    joins: bool
+    """Whether BatchNorm is over the samples of all ranks."""
+    valueless: frozenset[str]
+    """Parameters that are made without values."""
+
+    def divides(self, what: Feature) -> bool:
+        """Whether the ranks that see different samples share something out."""
+        return what in self.features and self.world.data.size > 1
+
+
+def look_at(task: TorchTask, world: World, config: Config) -> Known:
+    """Raises UserError if a task cannot be trained as the configuration says."""
+    model = whole_model(task)
+    own = {"loss": task.loss, "forward": task.forward, "step": task.step}
+    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
+    parts = holdings.parts()
+    require_trainable(model, [part.optimizer for part in parts])
+    joins = wants_joint_statistics(model, config.train.sync_batchnorm)
+    features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, holdings))
+    features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
+    features |= pipeline_features(task, holdings)
+    valueless = without_values(model, parts)
+    features |= used({Feature.VALUELESS: next(iter(valueless), None)})
+    refuse(features)
+    return Known(task, world, config, model, holdings, parts, features, joins, frozenset(valueless))
+
+
+def judged(known: Known, device: torch.device) -> Judgement:
+    """How the parameters may be shared out, if they are to be; raises UserError if they may not."""
+    divides = known.divides(Feature.SHARD) or known.divides(Feature.SHARD_PARAMETERS)
+    judgement = judge(known.parts, device) if divides or Feature.PIPELINE in known.features else Judgement()
+    refuse({**known.features, **used({Feature.COUPLED: judgement.coupled})})
+    return judgement
+
+
+def make_equal(model: torch.nn.Module, everyone: Group) -> None:
+    """Gives all ranks the first one's values; raises UserError if their models differ. Collective."""
+    tensors = state_of(model)
+    described = [
+        (name, tuple(tensor.shape), str(tensor.dtype) + (" without values" if tensor.is_meta else ""))
+        for name, tensor in tensors.items()
+    ]
+    require_same_model(everyone, described, "tensors")
+    broadcast(everyone, [one for one in tensors.values() if not one.is_meta], "receive the model")
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Which parameters this rank's optimizers update, and how their gradients are exchanged."""
+
+    tensor: TensorParallel
+    shares: Mapping[str, Share]
+    names: Mapping[int, str]
+    """Of parameters and of rows of them, by id."""
+    slots: Slots | None
+    exchanges: Mapping[str, TorchReducers | ShardedReducers | FullyShardedReducers]
+    """By optimizer."""
+
+
+def share_out(known: Known, judgement: Judgement, tensor: TensorParallel) -> Updates:
+    """Leaves each rank's optimizers what they are to update. Collective.
+
+    Args:
+        known: its model is on the device.
+        judgement: how parameters may be shared out.
+        tensor: what this rank has of the model.
+
+    Raises:
+        UserError: an optimizer's parameters cannot be shared out as the configuration says.
+    """
+    model, parts, world, config = known.model, known.parts, known.world, known.config
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    shares = shares_of(known.task, model, parts)
+    if known.divides(Feature.SHARD_PARAMETERS):
+        refuse({**known.features, **used({Feature.WHOLE_TENSORS: uncuttable(shares, parts, judgement, world)})})
+        divided = shard_parameters(model, tensor, world, parts, judgement)
+        one = FullyShardedReducers(divided.tensor, plain(parts), divided.group)
+        return Updates(divided.tensor, divided.shares, {**names, **divided.names}, divided.slots, {ONLY: one})
+    if known.divides(Feature.SHARD):
+        sharding = share_out_optimizers(shares, parts, judgement, world, names, tensor)
+        scale = LossScale() if config.train.precision == "fp16" else None
+        # Slices of layers count each element of a norm once themselves.
+        needs_norm = UpdateRule(config.train.clip_norm, scale).needs_norm and not tensor.slices
+        each = {
+            name: ShardedReducers(its, config.reduce, needs_norm, plain(parts)) for name, its in sharding.of.items()
+        }
+        return Updates(tensor, shares, {**names, **sharding.names}, sharding.slots, each)
+    sparse = sparse_parameters(model, parts, config.reduce.sparse)
+    apart = [one for one in model.parameters() if id(one) in tensor.complete]
+    cut = {place: tensor.slices[name] for place, name in names.items() if name in tensor.slices}
+    each_share = {
+        name: TorchReducers(share, config.reduce, share.those_of(sparse), apart) for name, share in shares.items()
+    }
+    return Updates(tensor, shares, names, Slots(cut) if cut else None, each_share)
