@@ -259,7 +259,7 @@ def test_parts_of_a_tensor_can_be_copied_by_rows() -> None:
     tensor = framework.state()[0]
     whole, part = np.empty(tensor.shape, np.float32), np.empty((3, 31), np.float32)
     tensor.copy_into(whole)
-    tensor.copy_into(part, 5)
+    tensor.copy_into(part, (5, 0))
     np.testing.assert_array_equal(part, whole[5:8])
 
 
