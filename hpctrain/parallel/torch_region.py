@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.torch_exchange import Exchange, HostExchange, Waiting
-from hpctrain.train.clock import NO_CLOCK, StepClock
+from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
 from hpctrain.train.seeds import derive
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -32,11 +32,18 @@ class Region:
         group: the ranks, all of which call every method in the same order.
         clock: told of the time in which this rank waits for the others.
         exchange: of tensors among the ranks; by default through memory of the host.
+        neighbours: what the ranks are to each other.
     """
 
-    def __init__(self, group: Group, clock: StepClock = NO_CLOCK, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        clock: StepClock = NO_CLOCK,
+        exchange: Exchange | None = None,
+        neighbours: Neighbours = Neighbours.TENSOR,
+    ) -> None:
         self.group = group
-        self.waiting = Waiting(clock)
+        self.waiting = Waiting(clock, neighbours)
         self.exchange: Exchange = exchange or HostExchange(group, self.waiting)
         self.outside: Outside = []
         """While random numbers are those of the inside."""

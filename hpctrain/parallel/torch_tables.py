@@ -32,10 +32,10 @@ from hpctrain.parallel.torch_tensor import (
     named_layers,
     require_same_cut,
 )
-from hpctrain.train.clock import NO_CLOCK, StepClock
+from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
 
-END = "the end of a forward pass"
-"""Where ranks meet that have looked up all that they need."""
+END = ""
+"""Where ranks meet that have looked up all that they need, and that have all gradients back."""
 SAY, ASK, GIVE = "say what rows they need", "ask for rows of a table", "give rows of a table"
 """What a rank waits for."""
 
@@ -44,6 +44,15 @@ class Tables(TensorParallel):
     """A model of whose tables this rank has some rows; the ranks of ``region`` see different samples."""
 
     passes_meet = True
+
+    def __init__(self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup) -> None:
+        super().__init__(region, slices, cut)
+        self.end = end
+        """Of a forward pass."""
+
+    def finish(self, device: torch.device) -> None:
+        """Here, too, ranks come after the same lookups: one whose loss needs none would else be waited for."""
+        self.end.back.meet(device)
 
     @property
     def complete(self) -> frozenset[int]:
@@ -75,7 +84,14 @@ class Lookup:
     @property
     def told(self) -> str:
         """For people."""
-        return self.names[self.place] if self.place >= 0 else f"gradients of {self.names[-1 - self.place]}"
+        name = self.names[max(self.place, -1 - self.place)]
+        if name == END:
+            return f"the end of a {'forward' if self.place >= 0 else 'backward'} pass"
+        return name if self.place >= 0 else f"gradients of {name}"
+
+    def meet(self, device: torch.device) -> None:
+        """All ranks are here; raises as ``coming`` does."""
+        self.coming([0] * self.region.group.size, device)
 
     def coming(self, going: Sequence[int], device: torch.device) -> list[int]:
         """How many rows each rank has for this one. Collective.
@@ -94,8 +110,8 @@ class Lookup:
             raise UserError(
                 f"the ranks' passes differ while parallel.shard is tables: one has come to {self.told}, and another to "
                 f"{others[0].told}",
-                "have all ranks look up the same tables in the same order, whatever their samples are: a lookup of no "
-                "index is one, too; or leave parallel.shard out",
+                "have all ranks look up the same tables in the same order, and their losses depend on what is found, "
+                "whatever their samples are: a lookup of no index is one, too; or leave parallel.shard out",
             )
         return list(counts)
 
@@ -169,7 +185,7 @@ def cut_tables(
         begin, end = part_of_rows(shape[0], data.rank, data.size)
         return Slices(shape, 0, (begin,), end - begin, 0, 1)
 
-    region = Region(data, clock, exchange)
+    region = Region(data, clock, exchange, Neighbours.TABLES)
     rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
     slices, cut = keep_own(model, tables, optimizers, own_rows)
     names = [*(one.name for one in tables), END]
@@ -177,13 +193,27 @@ def cut_tables(
         lookup = Lookup(region, place, names)
         forward = bags if isinstance(one.layer, EmbeddingBag) else vectors
         one.layer.forward = functools.partial(forward, one, rows[place], lookup)
+        guard(one)
     end = Lookup(region, len(tables), names)
 
     def meet(module: Module, *ignored: Any) -> None:
-        end.coming([0] * data.size, next(module.parameters()).device)
+        end.meet(next(module.parameters()).device)
 
     model.register_forward_hook(meet)
-    return Tables(region, slices, cut)
+    return Tables(region, slices, cut, end)
+
+
+def guard(one: CutLayer) -> None:
+    """Has the weight of a table be asked for by lookups alone: what else takes it for a whole one is refused."""
+
+    def refused(layer: Module) -> Tensor:
+        raise UserError(
+            f"{one.name}.weight is used, of which each rank has other rows while parallel.shard is tables",
+            "use what is looked up, leave weight decay to the optimizer, or leave parallel.shard out",
+        )
+
+    kind = type(one.layer)
+    one.layer.__class__ = type(kind.__name__, (kind,), {"weight": property(refused)})
 
 
 def bags(
@@ -238,6 +268,7 @@ def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[
     begin, end = part_of_rows(rows, group.rank, group.size)
     wanted = lookup.region.exchange.swap(different.long(), going, coming, ASK) - begin
     untrained = padding - begin if padding is not None and begin <= padding < end else None
-    own = embedding(wanted, layer.weight, untrained, sparse=layer.sparse)
+    weight = cast(Tensor, layer._parameters["weight"])
+    own = embedding(wanted, weight, untrained, sparse=layer.sparse)
     found = [] if padding is None else (different == padding).nonzero().flatten().tolist()
     return places, sent(own, coming, going, lookup), next(iter(found), None)

@@ -177,6 +177,9 @@ class TensorParallel:
         """A forward pass is over: random numbers are equal again."""
         self.region.leave()
 
+    def finish(self, device: torch.device) -> None:
+        """A backward pass is over."""
+
     def shared(self, model: Module) -> list[tuple[str, Parameter]]:
         """Parameters that all ranks of the group have alike."""
         return [(name, one) for name, one in self.parameters(model) if id(one) not in self.cut]

@@ -195,7 +195,7 @@ SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "forward", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("nargs", "epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),
-    *("constraint", "learning_rate", "overwrite_with_gradient"),
+    *("__class__", "constraint", "learning_rate", "overwrite_with_gradient"),
     *("stage", "future", "failure", "structure", "done", "summed"),
 }
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""

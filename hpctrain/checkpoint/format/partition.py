@@ -17,6 +17,8 @@ MOST_TILES = 8
 """Of a tensor: whatever 2, 4 or 8 ranks cut it into is then read alone."""
 LEAST_TILE_BYTES = 1 << 15
 """A hundred times what the index says of a tile, which every reader reads."""
+MOST_CRUMBS = 8
+"""Of so small a tile: if very many writers had a part of each, the index would outgrow the tensor."""
 
 
 def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[Piece]]:
@@ -68,7 +70,8 @@ def tiles(piece: Piece, axis: int, parts: int) -> list[Piece]:
     """
     shape = piece.tensor.shape
     count = math.gcd(MOST_TILES * parts, *shape[axis : axis + 1])
-    while count > 1 and piece.tensor.num_bytes < count * LEAST_TILE_BYTES:
+    least = LEAST_TILE_BYTES // MOST_CRUMBS if axis else 0  # every writer's rows have some of all columns
+    while count > 1 and (piece.tensor.num_bytes < count * LEAST_TILE_BYTES or piece.num_bytes < count * least):
         count //= 2
     if axis >= len(shape) or count == 1:
         return [piece]

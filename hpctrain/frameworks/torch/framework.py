@@ -237,6 +237,7 @@ class TorchFramework:
                 self.tensor.leave()
                 clock.mark(Phase.FORWARD)
                 passes.add(score, samples_of(host), is_own=is_own)
+                self.tensor.finish(self.device)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived

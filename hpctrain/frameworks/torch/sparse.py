@@ -25,7 +25,7 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         UserError: SparseAdam updates what is no table.
     """
     tables = {
-        id(module.weight)
+        id(module._parameters["weight"])
         for module in model.modules()
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }

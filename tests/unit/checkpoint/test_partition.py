@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import partition as module
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec
+from hpctrain.checkpoint.format.layout import Piece, TensorSpec, rows_of
 from hpctrain.checkpoint.format.partition import partition, tiles
 from tests.support import tilings
 
@@ -88,6 +88,15 @@ def test_tiles_end_where_any_rank_s_part_ends(axis: int, parts: int, ranks: int)
         for piece in (piece for pieces in written for piece in pieces):
             assert piece.box.overlap(Box(begin, end)).size in (0, piece.box.size)
     assert max(map(len, written)) <= 8 * parts
+
+
+def test_the_columns_of_very_many_writers_are_not_cut_into_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of them have 16 KiB each of a tensor of 1 MiB."""
+    monkeypatch.undo()  # of the small splits
+    tensor = TensorSpec("t", (512, 512), "float32")
+    written = [tiles(rows_of(tensor, 8 * writer, 8), 1, 1) for writer in range(64)]
+    assert {piece.num_bytes for pieces in written for piece in pieces} == {4096}
+    assert len(tiles(rows_of(tensor, 8, 8), 0, 1)) == 1
 
 
 def test_small_tensors_are_not_cut_into_tiles() -> None:

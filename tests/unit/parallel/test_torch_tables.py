@@ -42,6 +42,11 @@ def cut(model: nn.Sequential, group: Group) -> Tables:
     return cut_tables(model, tables_of(model, {"*": vocabulary}), group, [])
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """This rank's rows."""
+    return next(layer.parameters())
+
+
 def loss_of(values: Tensor) -> Tensor:
     weights = torch.arange(values.numel(), dtype=torch.float64).reshape(values.shape).cos()
     return (values.square() * weights).sum()
@@ -62,7 +67,7 @@ def test_vectors_and_gradients_are_those_of_the_whole_table(ranks: int, places: 
         values = model(indices[group.rank])
         assert torch.equal(values, wanted[group.rank])
         loss_of(values).backward()
-        gradient = model[0].weight.grad
+        gradient = weight_of(model[0]).grad
         found = gradient.to_dense() if gradient.is_sparse else gradient
         assert gradient.is_sparse == sparse
         torch.testing.assert_close(found, part.of(whole[0].weight.grad), rtol=0, atol=1e-12)
@@ -103,7 +108,7 @@ def test_bags_are_those_of_the_whole_table(options: dict[str, Any]) -> None:
         found = values(model[0], group.rank)
         assert torch.equal(found, wanted[group.rank])
         loss_of(found).backward()
-        torch.testing.assert_close(model[0].weight.grad, part.of(whole.weight.grad), rtol=0, atol=1e-12)
+        torch.testing.assert_close(weight_of(model[0]).grad, part.of(whole.weight.grad), rtol=0, atol=1e-12)
         return True
 
     assert all(in_threads(2, on_a_rank))
@@ -115,8 +120,8 @@ def test_a_loss_may_hold_gradients() -> None:
 
     def second(model: nn.Sequential, each: Sequence[Tensor]) -> Tensor:
         total = torch.stack([loss_of(model(one)) for one in each]).sum()
-        (slope,) = torch.autograd.grad(total, model[0].weight, create_graph=True)
-        (found,) = torch.autograd.grad(slope.square().sum(), model[0].weight)
+        (slope,) = torch.autograd.grad(total, weight_of(model[0]), create_graph=True)
+        (found,) = torch.autograd.grad(slope.square().sum(), weight_of(model[0]))
         return found
 
     given = table()
@@ -210,6 +215,30 @@ def test_gradients_that_come_back_in_other_orders_are_told() -> None:
         return refused.value.what
 
     assert "come to gradients of a, and another to gradients of b" in in_threads(2, on_a_rank)[0]
+
+
+def test_a_loss_that_needs_no_table_on_one_rank_is_told() -> None:
+    def on_a_rank(group: ThreadGroup) -> str:
+        model = Two("ab")
+        tables = cut_tables(model, tables_of(model, {"?": vocabulary}), Messages(group), [])
+        value = model(torch.tensor([1]))
+        with pytest.raises(UserError) as refused:
+            if group.rank == 0:
+                value.backward()
+            tables.finish(torch.device("cpu"))
+        return refused.value.what
+
+    assert "gradients of b, and another to the end of a backward pass" in in_threads(2, on_a_rank)[0]
+
+
+def test_what_asks_for_the_weight_of_a_table_is_refused() -> None:
+    """A penalty, or logits over all words: each rank has other rows. Optimizers and checkpoints know them."""
+    model = Two("ab")
+    before = list(model.parameters())
+    cut_tables(model, tables_of(model, {"a": vocabulary}), Group("alone"), [])
+    with pytest.raises(UserError, match=r"a\.weight is used, of which each rank has other rows"):
+        model.a.weight.square()
+    assert model.b.weight is before[1] and next(model.parameters()) is before[0]
 
 
 def test_the_page_shows_a_task_whose_tables_can_be_shared_out(tmp_path: Path) -> None:
