@@ -46,8 +46,9 @@ class Watcher(BaseHook):
         states = [part.optimizer.state for part in parts]
         held = {}
         for name, table in model.tables.items():
-            held[name] = table.weight.numel()
-            own = next((slots for state in states for one, slots in state.items() if one is table.weight), {})
+            [weight] = table.parameters()
+            held[name] = weight.numel()
+            own = next((slots for state in states for one, slots in state.items() if one is weight), {})
             held |= {f"{name}.{slot}": value.numel() for slot, value in own.items() if getattr(value, "ndim", 0)}
         self.held = EVERYONE.allgather(held, "compare what they have")
 
