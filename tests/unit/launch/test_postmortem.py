@@ -11,7 +11,15 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.launcher_messages import Death, bereaved
-from hpctrain.launch.postmortem import all_ended_well, complete, died_first, last_line, missing_ranks, ran_out_of_memory
+from hpctrain.launch.postmortem import (
+    all_ended_well,
+    complete,
+    died_first,
+    hang,
+    last_line,
+    missing_ranks,
+    ran_out_of_memory,
+)
 from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
@@ -46,6 +54,22 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     run.monitor_events.unlink()
     before = LastWord(0, "n1", 1, 0.0, 0.0, ending=Ending.FAILED, ended=1.0)
     assert died_first(run, 2, [before]) == []
+
+
+@pytest.mark.parametrize(
+    ("sentence", "told"), [("no step for 130 s: rank 1", "no step for 130 s: rank 1"), ("", "no rank moved any more")]
+)
+def test_a_hang_that_the_monitor_ended_is_told_in_its_words(tmp_path: Path, sentence: str, told: str) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    rank = {"rank": 1, "host": "n1", "steps": 8, "state": "running", "doing": "", "stack": None}
+    hung = {"event": "hang", "schema": 1, "time": 2.0, "step": 8, "attempt": 2, "kind": "hung", "silence_s": 130.0}
+    line = {**hung, "ranks": [rank], "healthy": [], "waiting": 1, "action": "abort", "sentence": sentence}
+    run.monitor.mkdir(exist_ok=True)
+    run.monitor_events.write_text(f"{json.dumps(line)}\n")
+    verdict = hang(run, 2)
+    assert verdict is not None
+    assert (verdict.code, verdict.reason, verdict.rank) == (Code.HANG, told, 1)
 
 
 def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(tmp_path: Path) -> None:

@@ -230,6 +230,10 @@ def test_ranks_without_a_word_are_named_up_to_eight() -> None:
     assert (one.reason, one.rank, one.host) == ("rank 2 ended without a word (its node is gone)", 2, "n2")
     many = blame([word(rank, Ending.VANISHED) for rank in range(10)])
     assert (many.reason, many.rank) == ("ranks 0, 1, 2, 3, 4, 5, 6, 7 ended without a word", 0)
+    first = blame([word(0, Ending.VANISHED, note="its node is gone"), word(1, Ending.VANISHED)])
+    assert first.reason == "ranks 0, 1 ended without a word (its node is gone)", (
+        "what is known of the one that is blamed"
+    )
     unnumbered = blame([dataclasses.replace(word(0, Ending.VANISHED), rank=None)])
     assert unnumbered.reason == "rank ? ended without a word"
 
