@@ -35,7 +35,7 @@ from hpctrain.monitor.window import CAUSES, Window
 from hpctrain.monitor.wire.message import Message
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import LastWord
+from hpctrain.run.last_words import LastWord, padded
 from hpctrain.run.view import RunView
 from hpctrain.run.word_reader import WordReader
 from hpctrain.system import foreign_text
@@ -179,7 +179,7 @@ def words(ranks: int, folder: Path) -> WordReader:
     for rank in range(ranks):
         word = LastWord(rank, f"n{rank // RANKS_PER_NODE}", 1000 + rank, 5.0, 6.0)
         path = folder / f"{word.host}-{word.pid}.json"
-        path.write_text(json.dumps(word.to_json()))
+        path.write_bytes(padded(word))
         os.utime(path, long_ago)
     return WordReader(folder)
 
