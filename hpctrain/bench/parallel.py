@@ -32,6 +32,9 @@ class Row:
     """Of the last step: equal for all, to rounding, since all train on the same samples."""
     peak_mib: float | None = None
     """Most resident memory of a rank (VmHWM), measured in a run of its own."""
+    exchange: float | None = None
+    """Share of a step, from 0 to 1, in which the rank that waits most exchanges something or waits for others; of our
+    plans, the median."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,10 +99,11 @@ def chosen(args: argparse.Namespace) -> list[str]:
 
 def table(found: list[Row]) -> str:
     """Rows for people."""
-    head = f"{'contender':<16}{'median ms':>10}{'to one':>8}{'peak MiB':>10}{'loss':>12}"
+    head = f"{'contender':<16}{'median ms':>10}{'to one':>8}{'exchange':>10}{'peak MiB':>10}{'loss':>12}"
     lines = [
         f"{row.contender:<16}{row.median_ms:>10.1f}"
         + (f"{row.ratio_to_one:>8.2f}" if row.ratio_to_one else f"{'-':>8}")
+        + (f"{row.exchange:>10.0%}" if row.exchange is not None else f"{'-':>10}")
         + (f"{row.peak_mib:>10.0f}" if row.peak_mib else f"{'-':>10}")
         + f"{row.loss:>12.6f}"
         for row in found

@@ -79,16 +79,22 @@ class Ours:
         model = gpt(size)
         task = TorchTask(model, loss_of, optimizer_of(model), None, tensor=CUTS, layers=lambda whole: whole.layers())
         choice = ReducerChoice(reduce, self.world)
-        self.framework = open_torch(task, self.world, config, IntervalClock(), choice)
+        self.clock = IntervalClock()
+        self.framework = open_torch(task, self.world, config, self.clock, choice)
         self.batch = batch
         self.mine = cut(samples(batch), self.world.data.rank, self.world.data.size, self.accumulate)
         self.loss = 0.0
+        self.exchange: list[float] = []
+        """Share of each step."""
         self.close = self.framework.close
 
     def step(self) -> None:
         """One update."""
+        self.clock.take()
         self.framework.set_learning_rate(1.0)
         result = self.framework.step(self.mine, self.batch)
+        seconds = self.clock.take()
+        self.exchange.append(seconds["exchange"] / sum(seconds.values()))
         total, weight = result.sums()["loss"]
         parts = self.world.data.allgather((total, weight), "add up the loss")
         self.loss = sum(part[0] for part in parts) / sum(part[1] for part in parts)
@@ -221,6 +227,7 @@ def measure(names: Sequence[str], args: argparse.Namespace, world: World) -> lis
     """All contenders in turns. One process is rank 0, while the others wait without a core."""
     times: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
+    exchange: dict[str, list[float]] = {name: [] for name in PLANS}
     for _ in range(args.rounds):
         for name in names:
             make = maker(name, args, world)
@@ -234,6 +241,8 @@ def measure(names: Sequence[str], args: argparse.Namespace, world: World) -> lis
             group = alone().everyone if name in ALONE else world.everyone
             times[name] += timed(contender, args.steps, group)
             losses[name] = contender.loss
+            if name in PLANS:
+                exchange[name] += contender.exchange[-args.steps :]
             contender.close()
             del contender
             if over_gloo is not None:
@@ -244,13 +253,16 @@ def measure(names: Sequence[str], args: argparse.Namespace, world: World) -> lis
     mine = {name: (statistics.median(values), losses[name]) for name, values in times.items() if values}
     everywhere = world.everyone.allgather(mine, "collect the times")
     peaks = world.everyone.allgather(peak_mib(), "collect the peaks")
+    shares = {name: statistics.median(values) for name, values in exchange.items() if values}
+    waited = world.everyone.allgather(shares, "collect the waits")
     found = []
     one = everywhere[0]["one"][0] if "one" in names else None
     for name in names:
         seconds = max(rank[name][0] for rank in everywhere if name in rank)
         loss = next(rank[name][1] for rank in reversed(everywhere) if name in rank)
         ratio = round(seconds / one, 4) if one else None
-        found.append(Row(name, round(seconds * 1e3, 2), ratio, loss, max(peaks) if args.memory else None))
+        most = max(rank[name] for rank in waited) if name in shares else None
+        found.append(Row(name, round(seconds * 1e3, 2), ratio, loss, max(peaks) if args.memory else None, most))
     return found
 
 

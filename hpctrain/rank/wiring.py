@@ -30,6 +30,7 @@ from hpctrain.monitor.rank.hook import MonitorHook
 from hpctrain.parallel.stage_choice import BY_PARAMETERS, StageChoice
 from hpctrain.rank.data_position import DataPosition
 from hpctrain.rank.features import pieces_of, rate_features
+from hpctrain.rank.kept_memory import KeptMemory
 from hpctrain.rank.problem import Problem
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -137,6 +138,8 @@ def make_hooks(
     hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
+    if isinstance(problem.task, TorchTask):  # TensorFlow's allocator keeps what it has by itself
+        hooks.append(KeptMemory(session.warn))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
     stateful = [*early_stop, *rate_hooks(config, problem.task), *problem.task.hooks, *more]
     stateful += [DataPosition(data)] if data is not None else []

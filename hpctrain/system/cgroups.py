@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -36,6 +37,32 @@ def oom_kills(proc: Path = PROC, root: Path = ROOT) -> int | None:
         if (kills := _counter("memory", file, "oom_kill", proc, root)) is not None:
             return kills
     return None
+
+
+def memory_left(proc: Path = PROC, root: Path = ROOT) -> int | None:
+    """Bytes that processes of this process's group may still fill, by the strictest limit on it and the groups that it
+    lies in; None if there is no limit. Cached files do not count: they make room."""
+    left = []
+    for group in _groups("memory", proc, root):
+        for above in (group, *group.parents):
+            if above.is_relative_to(root):
+                left += [limit - used for limit, used in _limited(above)]
+    return min(left, default=None)
+
+
+def _limited(group: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of a group that has a limit."""
+    for file, kinds in (
+        ("memory.max", ("anon", "shmem")),
+        ("memory.limit_in_bytes", ("total_rss", "total_shmem")),
+    ):
+        try:
+            limit = (group / file).read_text().strip()
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            yield int(limit), sum(int(counts.get(kind, 0)) for kind in kinds)
 
 
 def _counter(controller: str, file: str, key: str, proc: Path, root: Path) -> int | None:

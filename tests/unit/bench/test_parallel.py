@@ -45,12 +45,18 @@ def test_each_contender_is_measured_once() -> None:
 
 
 def test_the_table() -> None:
-    text = table([Row("one", 100.0, 1.0, 5.5, 400.0), Row("tensor", 70.04, 0.7004, 5.5), Row("ddp", 80.0, None, 5.5)])
+    text = table(
+        [
+            Row("one", 100.0, 1.0, 5.5, 400.0),
+            Row("tensor", 70.04, 0.7004, 5.5, exchange=0.158),
+            Row("ddp", 80.0, None, 5.5),
+        ]
+    )
     assert [line.split() for line in text.splitlines()] == [
-        ["contender", "median", "ms", "to", "one", "peak", "MiB", "loss"],
-        ["one", "100.0", "1.00", "400", "5.500000"],
-        ["tensor", "70.0", "0.70", "-", "5.500000"],
-        ["ddp", "80.0", "-", "-", "5.500000"],
+        ["contender", "median", "ms", "to", "one", "exchange", "peak", "MiB", "loss"],
+        ["one", "100.0", "1.00", "-", "400", "5.500000"],
+        ["tensor", "70.0", "0.70", "16%", "-", "5.500000"],
+        ["ddp", "80.0", "-", "-", "-", "5.500000"],
     ]
 
 

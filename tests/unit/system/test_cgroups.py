@@ -71,3 +71,26 @@ def test_a_containers_quota_counts(tmp_path: Path, files: dict[str, str], cores:
     for name, text in files.items():
         put(tmp_path / name, text)
     assert cgroups.cpu_quota(tmp_path) == cores
+
+
+def test_the_strictest_limit_above_a_group_counts_and_cached_files_do_not(tmp_path: Path, proc: Path) -> None:
+    root = tmp_path / "fs"
+    put(proc / "self" / "cgroup", UNIFIED)
+    assert cgroups.memory_left(proc, root) is None
+    put(root / "job/step/memory.max", "max\n")
+    put(root / "job/step/memory.stat", "anon 100\nfile 700\nshmem 30\n")
+    assert cgroups.memory_left(proc, root) is None
+    put(root / "job/memory.max", "1000\n")
+    put(root / "job/memory.stat", "anon 300\nfile 600\nshmem 50\n")
+    assert cgroups.memory_left(proc, root) == 650
+    put(root / "memory.max", "900\n")
+    put(root / "memory.stat", "anon 800\nfile 0\nshmem 50\n")
+    assert cgroups.memory_left(proc, root) == 50
+
+
+def test_limits_of_version_1_are_read_with_those_of_groups_inside(tmp_path: Path, proc: Path) -> None:
+    root = tmp_path / "fs"
+    put(proc / "self" / "cgroup", SPLIT)
+    put(root / "memory/job/memory.limit_in_bytes", "1000\n")
+    put(root / "memory/job/memory.stat", "rss 1\ntotal_rss 300\ntotal_cache 500\n")
+    assert cgroups.memory_left(proc, root) == 700
