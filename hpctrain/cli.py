@@ -7,7 +7,6 @@ it is imported when it is called for, so that ``hpctrain --help`` loads no frame
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from typing import NoReturn
 
 import hpctrain
 from hpctrain.errors import ExitCode, HpctrainError, UserError
-from hpctrain.system.output import say
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def say(text: str) -> None:
+    """To the user. Its imports would be a tenth of ``hpctrain --help``."""
+    from hpctrain.system import output
+
+    output.say(text)
+
+
 def dispatch(words: Sequence[str]) -> int:
     """Finds the command's module and hands over to it."""
     if not words or words[0].startswith("-"):
@@ -84,6 +89,8 @@ def dispatch(words: Sequence[str]) -> int:
         return ExitCode.USER_ERROR
     name = words[0]
     if name not in COMMANDS:
+        import difflib
+
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UserError(f"no command {name!r}", f"did you mean {close[0]}?" if close else "hpctrain --help lists them")
     parser = parser_of(name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,4 +251,4 @@ def _is_link(name: str, folder: int | None) -> bool:
 
 
 def _unguessable(path: Path) -> str:
-    return f".{secrets.token_hex(8)}.{path.name}"
+    return f".{os.urandom(8).hex()}.{path.name}"
