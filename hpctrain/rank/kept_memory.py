@@ -36,6 +36,10 @@ class KeptMemory(BaseHook):
         self.last: Usage | None = None
         self.found = 0
 
+    def before_fit(self, training: Training) -> None:
+        """Looks at frameworks only that leave it to malloc."""
+        self.looks &= training.framework.gives_back
+
     def after_step(self, training: Training, result: StepResult) -> None:
         self.steps += 1
         if not self.looks or self.steps < FIRST_STEP:

@@ -138,8 +138,7 @@ def make_hooks(
     hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps))
-    if isinstance(problem.task, TorchTask):  # TensorFlow's allocator keeps what it has by itself
-        hooks.append(KeptMemory(session.warn))
+    hooks.append(KeptMemory(session.warn))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
     stateful = [*early_stop, *rate_hooks(config, problem.task), *problem.task.hooks, *more]
     stateful += [DataPosition(data)] if data is not None else []

@@ -69,6 +69,10 @@ class Framework(Protocol):
         """Names of weights of the model, on whatever rank, that have no values before ``load``."""
 
     @property
+    def gives_back(self) -> bool:
+        """Whether memory that a step frees may go back to the kernel, and not to an allocator of its own."""
+
+    @property
     def flops(self) -> Flops | None:
         """What training on a sample takes, once ``dry_call`` has counted it; None if it cannot be counted."""
 

@@ -156,6 +156,10 @@ class KerasFramework:
         return frozenset()
 
     @property
+    def gives_back(self) -> bool:
+        return False
+
+    @property
     def num_layers(self) -> int:
         return 0
 

@@ -113,6 +113,7 @@ class TorchFramework:
         train = config.train
         self.task, self.world, self.config, self.clock, self.choice = ready.task, world, config, clock, choice
         self.device = ready.device
+        self.gives_back = ready.device.type == "cpu"
         self.model = ready.model
         self.optimizer: Any = ready.task.optimizer
         self.holdings = ready.holdings

@@ -41,6 +41,7 @@ class LeastSquares:
     gradient_bytes = 12
     flops = None
     num_layers = 0
+    gives_back = True
     valueless = frozenset[str]()
 
     def __init__(self) -> None:
