@@ -136,6 +136,8 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
         old = saved["global_batch"]
         fix = f"set train.global_batch to {old}, which any number of ranks up to {old} can share; or begin with --fresh"
         per_rank = now["config"]["train"].get("batch_per_rank")
+        parallel = now["config"].get("parallel") or {}
         if per_rank and old % per_rank == 0:
-            fix = f"run on {old // per_rank} ranks; or {fix}"
+            ranks = old // per_rank * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+            fix = f"run on {ranks} ranks; or {fix}"
     raise UserError(f"the run file is not that of {where}: {shown}", fix)

@@ -210,7 +210,7 @@ def weigh_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[in
         unstaged = error.what
     for size in sizes:
         try:
-            largest_micro_batch(config, ranks // size)
+            largest_micro_batch(config, ranks // size, size)
         except UserError as error:  # of this many groups
             reasons[str(size)] = error.what
             continue
@@ -246,9 +246,9 @@ def pipeline_sizes(config: Config, ranks: int) -> list[int]:
     return able
 
 
-def largest_micro_batch(config: Config, data: int) -> int:
-    """Samples of one pass of a rank, at a number of ranks that see different ones."""
+def largest_micro_batch(config: Config, data: int, each: int = 1) -> int:
+    """Samples of one pass of a rank, at a number of groups of ranks that see different ones."""
     from hpctrain.train.plan import global_batch
 
-    share = -(-global_batch(config.train, data) // data)
+    share = -(-global_batch(config.train, data, each) // data)
     return -(-share // config.train.accumulate)

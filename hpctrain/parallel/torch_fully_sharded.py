@@ -29,7 +29,7 @@ from hpctrain.errors import UserError
 from hpctrain.parallel.sharded import Piece, part_of_rows
 from hpctrain.parallel.torch_group import DefaultGroup
 from hpctrain.parallel.torch_sharded import OwnRows
-from hpctrain.parallel.torch_tensor import Slices, TensorParallel
+from hpctrain.parallel.torch_tensor import CUT, Slices, TensorParallel
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.torch_reducer import Number
@@ -38,6 +38,12 @@ LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Modules of which only the parts compute, unless a class of one's own can be called."""
 END = "the end of a forward pass"
 """Where ranks meet that have come through all layers."""
+SHARDED = (
+    "With parallel.shard: parameters weights are whole while their layers are called: call the model and its layers "
+    "themselves, not functions of theirs such as model.encode or layer.forward, and use no weight of a layer outside "
+    "of it; or set parallel.shard: optimizer"
+)
+"""What models are wrong about that ask for weights at other times."""
 WHAT = "add up what gradients leave whole"
 """What a rank waits for."""
 
@@ -74,6 +80,11 @@ class FullySharded(TensorParallel):
         self.every = every
         self.held = {one.name: one.own for one in every}
         self.places = {one.name: one.rows for one in every if one.rows is not None}
+
+    @property
+    def hint(self) -> str:
+        """See TensorParallel."""
+        return f"{CUT}. {SHARDED}" if self.slices else SHARDED
 
     def swap(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """See TensorParallel: in place, since FSDP2 keeps the memory of parameters."""

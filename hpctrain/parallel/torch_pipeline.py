@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,11 @@ def layers_of(model: Module, given: Callable[[Any], Sequence[Any]] | None) -> li
     tables = {id(one.weight) for one in model.modules() if isinstance(one, Embedding)}
     layers = []
     for number, (call, stage) in enumerate(zip(calls, stage_of, strict=True)):
+        if isinstance(call, Module) and type(call).forward is Module.forward:
+            raise UserError(
+                f"layer {number} of {FIELD} is a {type(call).__name__}, which holds layers and cannot be called",
+                "give the layers that it holds: *model.blocks in place of model.blocks",
+            )
         held = {id(one): one for one in used_by(call, model, f"layer {number} of {FIELD}")}
         parameters = [one for one in held.values() if isinstance(one, Parameter)]
         cost = sum(one.numel() for one in parameters if id(one) not in tables)
@@ -149,7 +155,13 @@ def used_by(call: Any, model: Module, what: str) -> Iterator[Tensor]:
         yield from used_by([*cells, *(call.__defaults__ or ())], model, what)
 
 
-def staged(model: Module, layers: Sequence[Layer], stages: int, costs: Sequence[float] | None = None) -> Stages:
+def staged(
+    model: Module,
+    layers: Sequence[Layer],
+    stages: int,
+    costs: Sequence[float] | None = None,
+    together: Sequence[bool] = (),
+) -> Stages:
     """Shares the layers out, as the task gives them, else evenly. Changes nothing.
 
     Args:
@@ -157,17 +169,27 @@ def staged(model: Module, layers: Sequence[Layer], stages: int, costs: Sequence[
         layers: in order.
         stages: to make.
         costs: of each layer; by default what is known of them by their parameters.
+        together: whether a layer gets what only the rank of the one before it could use; none by default.
 
     Raises:
-        UserError: the task gives another number of stages, or one that trains nothing; there are too few layers; or two
-            stages would have the same parameter or buffer.
+        UserError: the task gives another number of stages, or one that trains nothing; there are too few layers that
+            can be apart; or two stages would have the same parameter or buffer.
     """
     users = users_of(model, layers)
     trained = [layer.is_trained for layer in layers]
     ranges = given_ranges(layers, stages)
     if ranges is None:
         costs = [layer.cost for layer in layers] if costs is None else costs
-        ranges = balanced(costs, trained, stages, joined(layers, users)) or balanced(costs, trained, stages)
+        tied = joined(layers, users)
+        kept = list(map(operator.or_, tied, together)) if together else tied
+        ranges = balanced(costs, trained, stages, kept)
+        if ranges is None and any(together) and balanced(costs, trained, stages, tied):
+            raise UserError(
+                f"parallel.pipeline is {stages}, and layer {together.index(True) - 1} of {FIELD} is one of those that "
+                "hand on what only their own rank could use",
+                "let layers hand on tensors, by themselves or in tuples, lists and dicts",
+            )
+        ranges = ranges or balanced(costs, trained, stages)
     if ranges is None:
         count = sum(trained)
         raise UserError(

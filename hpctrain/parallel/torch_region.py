@@ -18,8 +18,9 @@ from hpctrain.train.seeds import derive
 
 HALVES = (torch.bfloat16, torch.float16)
 """Types that MPI cannot add, and in which sums would lose what single ranks have."""
-Outside: TypeAlias = list[tuple[torch.Generator, Tensor]]
-"""Generators of random numbers, and where each stood when a region was entered; none outside of regions."""
+Outside: TypeAlias = list[tuple[torch.Generator, Tensor, int]]
+"""Generators of random numbers, where each stood when a region was entered, and with what seed it went on; none outside
+of regions."""
 
 
 class Region:
@@ -56,14 +57,21 @@ class Region:
         generators = [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index or 0])
-        self.outside = [(generator, generator.get_state()) for generator in generators]
+        seed = derive(number, self.group.rank)
+        self.outside = [(generator, generator.get_state(), seed) for generator in generators]
         for generator in generators:
-            generator.manual_seed(derive(number, self.group.rank))
+            generator.manual_seed(seed)
 
-    def leave(self) -> None:
-        """From here on all draw the same again."""
-        for generator, state in self.outside:
-            generator.set_state(state)
+    def leave(self, always: bool = True) -> None:
+        """From here on all draw the same again.
+
+        Args:
+            always: False inside of a model: if a checkpoint of torch has computed again what ends in the region, it has
+                put random states back itself, and others have come since.
+        """
+        for generator, state, seed in self.outside:
+            if always or generator.initial_seed() == seed:
+                generator.set_state(state)
         self.outside = []
 
     @contextmanager

@@ -33,6 +33,11 @@ KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embeddin
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 SAME_LOSS = 1e-6
 """How far losses of ranks that share out a model may differ, relative to one; where nothing is wrong, in no bit."""
+CUT = (
+    "With parallel.tensor a rank has some outputs of each layer with columns: infer how many heads there are with -1 "
+    "in views, and let rows, gathers=True or classes=True follow"
+)
+"""What models are wrong about that do not go on with a part."""
 ALIKE = "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
 """What to do with layers that share a parameter."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
@@ -130,6 +135,11 @@ class TensorParallel:
         """Plain tensors in place of parameters that the model has as something else, by name."""
         self.places = slices
         """Where what this rank has of parameters lies in whole ones, by name."""
+
+    @property
+    def hint(self) -> str:
+        """What those who write a model have to know of its parts, a sentence for messages; empty if it is whole."""
+        return CUT if self.slices and not self.passes_meet else ""
 
     @property
     def complete(self) -> frozenset[int]:
@@ -315,6 +325,13 @@ def tilings(model: Module, words: Mapping[str, Any]) -> dict[str, Tiling]:
 
 def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:
     """Raises UserError if a layer is of a kind that cannot be cut so."""
+    closed = next((one for one in (parent, layer) if is_closed(one)), None)
+    if closed is not None:
+        raise UserError(
+            f"tensor= of the task cuts {name}, and {type(closed).__name__} of torch.nn may use its weights without "
+            "calling it",
+            "write the block with torch.nn.Linear layers of its own",
+        )
     weight, told = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
     if type(layer) not in kinds[word.kind] or weight is None:
         raise UserError(
@@ -322,17 +339,17 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds
             f"torch.nn.{told}",
             f"name the {told} layers in it, or leave it whole",
         )
-    if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, CONTAINERS):
-        raise UserError(
-            f"tensor= of the task cuts {name}, and {type(parent).__name__} of torch.nn may use its weights without "
-            "calling it",
-            "write the block with torch.nn.Linear layers of its own",
-        )
     if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         raise UserError(
             f"tensor= of the task cuts {name}, an {type(layer).__name__} with max_norm or scale_grad_by_freq",
             "leave that option out, or the table whole",
         )
+
+
+def is_closed(module: Module) -> bool:
+    """Whether it is one of torch's that has layers, such as MultiheadAttention, and may not call them."""
+    is_theirs = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, CONTAINERS)
+    return is_theirs and any(True for _ in module.children())
 
 
 def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> None:
@@ -456,7 +473,7 @@ def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data
 
 def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | CutLogits:
     """Some of the outputs, or all if they are gathered; those for a metric always are."""
-    region.leave()
+    region.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "planned has seen to it"
     outputs = linear(summed_backward(values, region), layer.weight, layer.bias)
@@ -471,7 +488,7 @@ def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | C
 
 def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
     """All outputs, of some of the inputs."""
-    region.leave()
+    region.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "planned has seen to it"
     if values.shape[-1] != layer.weight.shape[1]:
@@ -487,7 +504,7 @@ def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
 
 def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor:
     """The vectors of all indices: each rank gives those that it has, each once, however often it occurs."""
-    region.leave()
+    region.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Embedding), "planned has seen to it"
     count, group = layer.weight.shape[0], region.group

@@ -24,7 +24,7 @@ from hpctrain.frameworks.seeding import seed_task
 from hpctrain.frameworks.tensorflow import runtime
 from hpctrain.rank.features import has_own_step, pieces_of, task_features
 from hpctrain.rank.staged import staged_args
-from hpctrain.tasks.checks import require_callables, require_fields, require_function
+from hpctrain.tasks.checks import require_callables, require_fields, require_function, require_shares
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
 from hpctrain.train.hooks import Hook
@@ -64,7 +64,7 @@ def make_problem(config: Config, world: World) -> Problem:
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     require_fields(task)
     data = config.data
-    batch = global_batch(config.train, world.data.size)
+    batch = global_batch(config.train, world.data.size, world.size // world.data.size)
     order: Order | StreamOrder
     train = open_training_data(task, data.allow_outside)
     if isinstance(train, Stream):
@@ -104,8 +104,10 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
     require_callables(task, "torch", own)
-    if isinstance(task, TorchTask) and own:
-        require_function("step", task.step, "(ctx, batch)", "torch tensors")
+    if isinstance(task, TorchTask):
+        require_shares(task.tensor, task.layers)
+        if own:
+            require_function("step", task.step, "(ctx, batch)", "torch tensors")
     return task
 
 

@@ -113,6 +113,19 @@ def require_fields(task: Any) -> None:
     for name, (value, arguments, of) in fields.items():
         if value is not None and not isinstance(value, TorchScheduler):
             require_function(name, value, arguments, of)
+    make: object = task.schedule.make if isinstance(task.schedule, TorchScheduler) else None
+    if make is not None and not callable(make):
+        fix = "give what makes it: TorchScheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10))"
+        raise UserError(f"schedule= of the task is a TorchScheduler of {spoken(make)}", fix)
+
+
+def require_shares(tensor: Any, layers: Any) -> None:
+    """Raises UserError if what a task says of how ranks may share out its model is of another kind."""
+    if not isinstance(tensor, Mapping):
+        fix = "give words by patterns of layers' names: tensor={'blocks.*.up': hpctrain.columns}"
+        raise UserError(f"tensor= of the task is {spoken(tensor)}", fix)
+    if layers is not None:
+        require_function("layers", layers, "(model)", "the model, such as lambda model: [model.embed, *model.blocks]")
 
 
 def is_array(value: Any) -> bool:

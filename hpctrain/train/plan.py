@@ -41,14 +41,25 @@ def make_plan(config: TrainConfig, batches_per_epoch: int) -> Plan:
     return Plan(total, batches_per_epoch, config.eval_every_steps, config.eval_every_epochs)
 
 
-def global_batch(config: TrainConfig, ranks: int) -> int:
-    """Samples of one update over all ranks."""
+def global_batch(config: TrainConfig, groups: int, each: int = 1) -> int:
+    """Samples of one update over all ranks.
+
+    Args:
+        config: of the run.
+        groups: of ranks that see the same samples; as many as there are ranks, unless these share out models.
+        each: ranks of such a group.
+
+    Raises:
+        UserError: there are fewer samples than groups.
+    """
     if config.batch_per_rank is not None:
-        return config.batch_per_rank * ranks
+        return config.batch_per_rank * groups
     assert config.global_batch is not None, "TrainConfig holds exactly one of global_batch and batch_per_rank"
-    if config.global_batch < ranks:
+    batch = config.global_batch
+    if batch < groups:
+        found = f"{groups} ranks" if each == 1 else f"{groups} groups of {each} ranks, each with samples of its own"
         raise UserError(
-            f"train.global_batch is {config.global_batch} but there are {ranks} ranks: some would never see a sample",
-            f"set train.global_batch to {ranks} or more, or start at most {config.global_batch} ranks",
+            f"train.global_batch is {batch} but there are {found}: some would never see a sample",
+            f"set train.global_batch to {groups} or more, or start at most {batch * each} ranks",
         )
-    return config.global_batch
+    return batch

@@ -164,4 +164,5 @@ def test_cut_layers_that_compute_again_train_to_the_same_bits(results: Results, 
 def test_what_cannot_be_sharded_is_refused(results: Results) -> None:
     found = results()["runs"]
     assert "Adafactor does not update the rows of words.weight by themselves" in found["adafactor"]["error"]
+    assert "call the model and its layers themselves" in found["by layers"]["error"]
     assert "the task has opened torch.distributed itself" in found["opened"]["error"]

@@ -128,6 +128,16 @@ def classes() -> TorchTask:
     return replace(numbered(), loss=lambda outputs, batch: cross_entropy(outputs, batch["words"]), tensor=cuts)
 
 
+def part_of_classes() -> TorchTask:
+    """The loss takes the outputs of a rank for those of all."""
+    return replace(gpt(gathers=False), loss=loss)
+
+
+def by_layers() -> TorchTask:
+    """Calls layers of the model, and not the model."""
+    return replace(gpt(), forward=lambda model, batch: model.head(model.norm(model.words(batch["words"]))))
+
+
 def opening() -> TorchTask:
     """Opens torch.distributed itself, on this rank alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.tasks.definition import TorchTask
+from hpctrain.tasks.definition import TorchScheduler, TorchTask
 
 
 class NoForward(nn.Module):
@@ -72,6 +72,11 @@ def three() -> dict[str, Any]:
     """Samples with three arrays."""
     x = np.ones((40, 4), np.float32)
     return {"x": x, "y": x[:, 0], "w": x[:, 0]}
+
+
+def steps_of(model: nn.Module) -> Any:
+    """A scheduler, where what makes one is wanted."""
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 10)
 
 
 def column() -> dict[str, Any]:
@@ -157,6 +162,9 @@ WRONG: dict[str, Any] = {
     "collate": lambda: made(collate=lambda samples: samples),
     "sampler": lambda: made(sampler=[0, 1, 2]),
     "schedule": lambda: made(schedule="cosine"),
+    "scheduler": lambda: made(schedule=TorchScheduler(steps_of(nn.Linear(1, 1)))),
+    "tensor_list": lambda: made(tensor=["0"]),
+    "layers_list": lambda: made(layers=[nn.Linear(4, 3)]),
     "hooks": lambda: made(hooks=NoForward()),
     "no_forward": lambda: made(model=NoForward()),
     "no_return": lambda: made(model=NoReturn()),

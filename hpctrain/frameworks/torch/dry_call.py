@@ -15,17 +15,18 @@ from hpctrain.tasks.definition import Task
 SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
 
 
-def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], trains: bool) -> Any:
+def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], trains: bool, hint: str = "") -> Any:
     """The loss; raises UserError if it cannot be computed, or cannot be trained on.
 
     Args:
         batch: on the model's device.
         trains: whether some parameter of the model is trained.
+        hint: what else may be wrong, of how ranks share out the model; a sentence.
     """
-    outputs = forward(task, model, batch)
+    outputs = forward(task, model, batch, hint)
     told = describe(outputs)
     fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
-    with blamed("loss", fix), warnings.catch_warnings():
+    with blamed("loss", told_with(fix, hint)), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # broadcast: rarely what is meant
         score = task.loss(outputs, batch)
     require_score(score, "loss")
@@ -69,17 +70,22 @@ def judges(task: Task) -> dict[str, Callable[[Any, Any], Any]]:
     return {**loss, **task.mean_metrics}
 
 
-def forward(task: Task, model: Any, batch: Mapping[str, Tensor]) -> Any:
-    """The outputs."""
+def forward(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:
+    """The outputs; ``hint`` as for ``try_loss``."""
     fix = (
         f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"
         f"{of_float64(batch)}"
     )
-    with blamed("the model or forward", fix):
+    with blamed("the model or forward", told_with(fix, hint)):
         outputs = task.forward(model, batch)
     if outputs is None:
         raise UserError("the model or forward returned None", "return the outputs: a return is missing")
     return outputs
+
+
+def told_with(fix: str, hint: str) -> str:
+    """What to do, and a sentence more if there is one."""
+    return f"{fix}. {hint}" if hint else fix
 
 
 def require_score(score: Any, field: str) -> None:

@@ -279,7 +279,7 @@ class TorchFramework:
                 trains = any(parameter.requires_grad for parameter in self.model.parameters())
 
                 def call() -> Any:
-                    return try_loss(self.task, self.model, self._to_device(copied(batch)), trains)
+                    return try_loss(self.task, self.model, self._to_device(copied(batch)), trains, self.tensor.hint)
 
                 meets = self.meeting is not None or bool(self.tensor.slices)
                 loss, self.flops = trying(call, self.model, samples_of(batch), self.low_precision, meets)

@@ -18,7 +18,7 @@ from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.dry_call import try_loss
 from hpctrain.frameworks.torch.flops import synchronize
 from hpctrain.frameworks.torch.holdings import Holdings
-from hpctrain.frameworks.torch.pipelined import HandedOn, only_value
+from hpctrain.frameworks.torch.pipelined import only_value
 from hpctrain.frameworks.torch.unchanged import passes_leave
 from hpctrain.parallel.stage_choice import StageChoice, agreed_times
 from hpctrain.parallel.torch_pipeline import Layer, Stages, as_before, staged
@@ -26,6 +26,9 @@ from hpctrain.parallel.torch_stage import Entered, described, rebuilt
 from hpctrain.parallel.torch_tensor import TensorParallel
 from hpctrain.tasks.definition import TorchTask, kept_objects
 from hpctrain.train.framework import HostBatch
+
+WITH_NEXT = 0.0
+"""In place of the seconds of a layer that cannot be in another stage than the next one, and is timed with it."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,14 @@ class Whole:
             batch = choice.batch()
             seconds = agreed_times(lambda: self._one_pass(stages.layers, batch), world.everyone)
         if seconds:
-            stages = staged(self.model, stages.layers, len(stages.ranges), seconds)
+            stages = staged(self.model, stages.layers, len(stages.ranges), seconds, together(seconds))
         if choice.record is not None:
             choice.record(stages.counts, seconds)
         return stages
 
     def _one_pass(self, layers: Sequence[Layer], host: HostBatch) -> list[float] | None:
-        """Seconds of each layer; None without samples or values, or if a layer hands on what stages could not."""
+        """Seconds of each layer, WITH_NEXT for one that hands on what stages could not; None without samples or
+        values."""
         if not host or not len(next(iter(host.values()))) or any(one.is_meta for one in self.model.parameters()):
             return None
         batch = {name: self._on_device(torch.from_numpy(np.array(array))) for name, array in host.items()}
@@ -83,10 +87,8 @@ class Whole:
         timed = Timed(layers, self.model, self.device)
         try:
             with autocast:
-                loss = try_loss(self.task, timed, batch, trains=True)
+                loss = try_loss(self.task, timed, batch, trains=True, hint=self.tensor.hint)
             timed.end_layer([loss])
-        except HandedOn:
-            return None
         finally:
             self.tensor.leave()
         return timed.seconds
@@ -120,18 +122,36 @@ class Timed:
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         """The outputs of the last layer, which is still at work."""
         value = only_value(inputs, more, again=bool(self.began))
+        going_on = False
         for number, layer in enumerate(self.layers):
-            value = self._begin_layer(layer, value)
+            own = [one for one in self.parameters if id(one) in layer.held]
+            if going_on:
+                self.wanted += own
+            else:
+                value = self._begin_layer(own, value)
             value = layer.call(value)
             if number < len(self.layers) - 1:
-                self.end_layer(tensors_in(value))
+                outputs = tensors_in(value)
+                going_on = outputs is None
+                if outputs is None:
+                    self.seconds.append(WITH_NEXT)
+                else:
+                    self.end_layer(outputs)
         return value
 
-    def _begin_layer(self, layer: Layer, value: Any) -> Any:
-        """What goes into it, cut off from what computed it."""
+    def _begin_layer(self, own: Sequence[Tensor], value: Any) -> Any:
+        """What goes into a layer with these parameters, cut off from what computed it."""
         tensors = tensors_in(value)
+        self.wanted = [*own]
+        if tensors is not None:  # else of the first layer, in whose stage it stays
+            value = rebuilt(described(value, []), self._cut_off(tensors))
+        synchronize(self.device)
+        self.began = time.perf_counter()
+        return value
+
+    def _cut_off(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors as if another rank had computed them."""
         anchor = torch.empty(0, requires_grad=True)
-        self.wanted = [one for one in self.parameters if id(one) in layer.held]
         cut_off = [one.detach() for one in tensors]
         entering = [number for number, one in enumerate(tensors) if one.requires_grad]
         if entering:
@@ -139,10 +159,7 @@ class Timed:
             for number, one in zip(entering, entered, strict=True):
                 cut_off[number] = one
             self.wanted.append(anchor)
-        value = rebuilt(described(value, []), cut_off)
-        synchronize(self.device)
-        self.began = time.perf_counter()
-        return value
+        return cut_off
 
     def end_layer(self, outputs: Sequence[Tensor]) -> None:
         """Passes back through the layer at work."""
@@ -153,11 +170,16 @@ class Timed:
         self.seconds.append(time.perf_counter() - self.began)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All that a layer hands on, each once. Raises HandedOn if it hands on what stages could not."""
+def tensors_in(value: Any) -> list[Tensor] | None:
+    """All that a layer hands on, each once; None if that is what stages could not hand on."""
     tensors: list[Tensor] = []
     try:
         described(value, tensors)
     except UserError:
-        raise HandedOn from None
+        return None
     return tensors
+
+
+def together(seconds: Sequence[float]) -> list[bool]:
+    """Whether each layer has to be in the stage of the one before it."""
+    return [False, *(each == WITH_NEXT for each in seconds[:-1])]

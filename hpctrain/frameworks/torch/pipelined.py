@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, used
-from hpctrain.errors import UserError
+from hpctrain.errors import HpctrainError, UserError
 from hpctrain.frameworks.host_random import host_random_state, restore_host_random_state
 from hpctrain.frameworks.named_state import plain_name
 from hpctrain.frameworks.torch.dry_call import try_loss
@@ -26,10 +26,11 @@ from hpctrain.frameworks.torch.holdings import Holdings, attributes
 from hpctrain.frameworks.torch.state import TorchTensor
 from hpctrain.frameworks.torch.updates import Passes
 from hpctrain.parallel.torch_exchange import Exchange
-from hpctrain.parallel.torch_pipeline import Layer, Stages, is_chain, keep_stage, layers_of, staged
+from hpctrain.parallel.torch_pipeline import FIELD, Layer, Stages, is_chain, keep_stage, layers_of, staged
 from hpctrain.parallel.torch_region import Region
 from hpctrain.parallel.torch_stage import ACTIVATION, OUTPUT, Received, Stage
 from hpctrain.parallel.torch_tensor import TensorParallel
+from hpctrain.tasks.blame import own_line, words
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch
@@ -195,7 +196,7 @@ class Pipelined:
     def dry_call(self, batch: dict[str, Tensor]) -> None:
         """A forward pass as in an update, on all stages, with errors that name the field of the task."""
         with self._update([]), contextlib.suppress(HandedOn):
-            try_loss(self.task, self, batch, trains=True)
+            try_loss(self.task, self, batch, trains=True, hint=self.tensor.hint)
         self.stage.settle()
 
     @contextlib.contextmanager
@@ -290,7 +291,16 @@ def pipeline_features(task: TorchTask, holdings: Holdings) -> dict[Feature, Any]
 
 def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
     """Of a model that is on its device; None if it is not shared out. Raises UserError if it cannot be."""
-    return staged(model, layers_of(model, task.layers), stages) if stages > 1 else None
+    if stages == 1:
+        return None
+    try:
+        layers = layers_of(model, task.layers)
+    except HpctrainError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+        raise UserError(f"{FIELD} fails: {said}", "it gets the model of the task, and returns its layers") from error
+    return staged(model, layers, stages)
 
 
 def keep_own_stage(

@@ -135,6 +135,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
         "ungathered": run(folder, "ungathered", **cut, task_args__gathers="false"),
         "drifted": run(folder, "drifted", **cut, drifts=True, train__clip_norm="null"),
         "uneven": run(folder, "uneven", parallel__tensor=3),
+        "part": run(folder, "part", task=f"{tensor_tasks.__file__}:part_of_classes", **cut),
     }
     found["gpt-2"] = gpt(folder, "gpt-2", **cut, task_args__tied="true")
     found["gpt-4"] = gpt(folder, "gpt-4", parallel__tensor=4, **PLAIN)

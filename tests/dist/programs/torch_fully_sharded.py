@@ -380,6 +380,7 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
         found[f"{plan}, again"] = run(folder, f"{plan}-again", **own, train__recompute="['blocks.*', 'words']")
     for name in ("whole", "run"):
         assert command(["predict", str(folder / name / "run.yaml")]) == 0, name
+    found["by layers"] = run(folder, "by-layers", task="by_layers")
     found["opened"] = run(folder, "opened", task="opening")
     torch.distributed.destroy_process_group()
     if world.rank == 0:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.resume_compat import config_hash, differences, refuse_changes
-from hpctrain.config.sections import CheckpointConfig, Config, MonitorConfig, ScheduleConfig, TrackConfig, TrainConfig
+from hpctrain.config.sections import (
+    CheckpointConfig,
+    Config,
+    MonitorConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrackConfig,
+    TrainConfig,
+)
 from hpctrain.errors import UserError
 
 BASE = Config(
@@ -126,3 +134,11 @@ def test_another_number_of_ranks_with_a_batch_per_rank() -> None:
         refuse_changes(identity(BASE, ranks=4), identity(BASE, ranks=3), "here")
     assert "was 64 and is 48" in caught.value.what
     assert "run on 4 ranks" in caught.value.fix and "train.global_batch to 64" in caught.value.fix
+
+
+def test_the_ranks_that_a_plan_with_groups_needs() -> None:
+    """A batch per rank is that of a group: 4 groups of 2 ranks had it, and 2 groups have half."""
+    cut = change(parallel=ParallelConfig(tensor=2))
+    with pytest.raises(UserError) as caught:
+        refuse_changes(identity(BASE, ranks=4), identity(cut, ranks=2), "here")
+    assert "run on 8 ranks" in caught.value.fix

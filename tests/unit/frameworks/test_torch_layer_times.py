@@ -102,12 +102,31 @@ class HandsOnASet(nn.Linear):
         return {super().forward(x)}
 
 
-def test_layers_that_cannot_be_timed_are_shared_out_by_their_parameters() -> None:
+class Opens(nn.Linear):
+    """Makes a tensor of one of them."""
+
+    def forward(self, x: Any) -> Any:
+        (x,) = x
+        return super().forward(x)
+
+
+def of_sets(*layers: nn.Module) -> TorchTask:
+    return of_sequence(*layers, forward=lambda model, batch: next(iter(model(batch["x"]))))
+
+
+def test_no_stage_ends_where_a_layer_hands_on_what_cannot_be_sent() -> None:
+    """Though its parameters alone would have the first layer be a stage."""
     told: list[Any] = []
-    task = of_sequence(HandsOnASet(4, 9), HandsOnASet(9, 4), forward=lambda model, batch: next(iter(model(batch["x"]))))
-    assert chosen(task, BATCH, told).counts == [1, 1]
-    assert told == [([1, 1], [])], "what a resumed run keeps"
-    assert chosen(task, {}, told).counts == [1, 1], "no rank has samples"
+    task = of_sets(HandsOnASet(4, 99), Opens(99, 4), HandsOnASet(4, 4))
+    assert chosen(task, {}, told).counts == [1, 2], "no rank has samples"
+    assert chosen(task, BATCH, told).counts == [2, 1]
+    counts, seconds = told[-1]
+    assert counts == [2, 1] and seconds[0] == 0 < min(seconds[1:])
+
+
+def test_layers_of_which_none_can_be_apart_are_refused() -> None:
+    with pytest.raises(UserError, match="layer 0 of layers= of the task is one of those that hand on what only"):
+        chosen(of_sets(HandsOnASet(4, 9), HandsOnASet(9, 4)), BATCH, [])
 
 
 def test_nothing_is_timed_if_it_is_known() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
-from hpctrain.frameworks.torch.pipelined import Pipelined
+from hpctrain.frameworks.torch.pipelined import Pipelined, stages_of
 from hpctrain.frameworks.torch.state import TorchTensor
 from hpctrain.frameworks.torch.updates import Passes
 from hpctrain.parallel.torch_pipeline import layers_of, staged
@@ -38,6 +38,12 @@ class Placed(Group):
     def __init__(self, name: str, rank: int, size: int) -> None:
         super().__init__(name)
         self.rank, self.size = rank, size
+
+
+def test_layers_that_fail_are_named_with_their_line() -> None:
+    task = TorchTask(nn.Linear(1, 1), layers=lambda model: [model.embedding])
+    with pytest.raises(UserError, match=r"^layers= of the task fails: AttributeError: .*'embedding'.*pipelined.py:\d+"):
+        stages_of(task, task.model, 2)
 
 
 def of_forward(forward: Callable[[Any, Any], Any]) -> float:

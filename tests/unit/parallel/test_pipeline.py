@@ -215,6 +215,11 @@ def of(model: nn.Module, chain: Any, stages: int = 2) -> Any:
         (two(nn.Linear(3, 3), nn.ReLU()), lambda m: [m.one, m.other], "pipeline is 2, and the model has 1 layer with"),
         (two(nn.Linear(3, 3), nn.ReLU()), lambda m: m.one, "does not return a list of layers"),
         (two(nn.Linear(3, 3), nn.ReLU()), lambda m: [], "does not return a list of layers"),
+        (
+            two(nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3)])),
+            lambda m: [m.one, m.other],
+            "^layer 1 of layers= .* is a ModuleList, which holds layers and cannot be called",
+        ),
     ],
 )
 def test_what_is_refused_by_name(model: nn.Module, chain: Any, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain import UserError, columns, rows, vocabulary
 from hpctrain.comm.group import Group
@@ -69,7 +71,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no word": ({"six": "columns"}, "tensor['six'] of the task is a str"),
     "outputs": ({"seven": columns}, "seven has 7 outputs, of which 2 ranks cannot have equal shares"),
     "parts": ({"six": columns(parts=4)}, "six has 12 outputs in 4 parts, of which 2 ranks"),
-    "inputs": ({"attention.out_proj": rows}, "cuts attention.out_proj, a NonDynamicallyQuantizableLinear, by rows"),
+    "attention": ({"attention": columns}, "cuts attention, and MultiheadAttention of torch.nn may use its weights"),
+    "part of it": ({"attention.out_proj": rows}, "cuts attention.out_proj, and MultiheadAttention of torch.nn may use"),
     "rows": ({"table": vocabulary}, "table has 9 rows, of which 2 ranks cannot have equal shares"),
     "heads": ({"six": columns(heads=3)}, "six has 12 outputs in 3 heads, of which 2 ranks cannot have whole ones"),
     "heads of a size": ({"six": columns(heads=8)}, "six has 12 outputs in 8 heads"),
@@ -342,3 +345,31 @@ def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
     assert all(isinstance(word, LayerCut) for word in task.tensor.values())
     words = ["--name", "run", "--task", f"{tmp_path}/task.py:task", "--train.steps", "1", "--train.global_batch", "4"]
     try_task(load(None, [*words, "--parallel.tensor", "2", "--parallel.pipeline", "4"]))
+
+
+def test_what_the_model_computes_again_itself_may_end_where_values_are_cut() -> None:
+    """By a checkpoint of torch around a layer with columns and dropout: both passes drop the same, twice in a row."""
+
+    def gradient(call: Any) -> torch.Tensor:
+        region, values = Region(Group("tensor")), torch.ones(64, requires_grad=True)
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            region.leave(always=False)  # as a layer with columns does
+            region.enter(x.device)
+            return torch.nn.functional.dropout(x * x, 0.5)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            outputs = call(part, x)
+            region.leave(always=False)  # as one with rows does
+            return outputs
+
+        torch.manual_seed(5)
+        for _ in range(2):  # micro-batches
+            outputs = layer(layer(values) + 1)
+            region.leave()
+            outputs.sum().backward()
+        assert values.grad is not None
+        return values.grad
+
+    again = functools.partial(checkpoint, use_reentrant=False)
+    assert torch.equal(gradient(again), gradient(lambda part, x: part(x)))

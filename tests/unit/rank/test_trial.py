@@ -121,6 +121,9 @@ TORCH = {
     "collate": ("collate returned a list", "", "return a dict of arrays"),
     "sampler": ("sampler of the task is a list of int", "", r"function\(epoch\)"),
     "schedule": ("schedule of the task is str 'cosine'", "", r"function\(step\) .* TorchScheduler"),
+    "scheduler": ("schedule= of the task is a TorchScheduler of a StepLR", "", r"TorchScheduler\(lambda optimizer"),
+    "tensor_list": ("tensor= of the task is a list of str", "", r"tensor=.'blocks.\*.up': hpctrain.columns"),
+    "layers_list": ("layers of the task is a list of Linear", "", r"function\(model\).*lambda model: "),
     "hooks": ("hooks= of the task is a NoForward\n", "", r"hooks=\[MyHook"),
 }
 KERAS = {

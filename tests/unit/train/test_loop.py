@@ -255,6 +255,13 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused() -> None:
     assert global_batch(TrainConfig(epochs=1, batch_per_rank=3), 4) == 12
 
 
+def test_ranks_that_share_out_models_are_told_as_groups() -> None:
+    """Eight ranks in groups of two need four samples, and six of them could share out three."""
+    with pytest.raises(UserError, match="4 groups of 2 ranks") as caught:
+        global_batch(TrainConfig(epochs=1, global_batch=3), 4, 2)
+    assert "set train.global_batch to 4" in caught.value.fix and "at most 6 ranks" in caught.value.fix
+
+
 def test_the_interval_clock_gives_each_phase_its_time_once() -> None:
     clock = IntervalClock()
     for phase in (Phase.DATA, Phase.FORWARD, Phase.DATA):
