@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,6 +184,24 @@ class Group:
             self._wait(self.comm.Iallgather(values, everything), what, timeout_s, sleeps=False)
         else:
             everything[0] = values
+        return everything
+
+    def join(
+        self, values: NDArray[Any], lengths: Sequence[int], what: str, timeout_s: float = TIMEOUT_S
+    ) -> NDArray[Any]:
+        """The arrays of all ranks, one behind the other in rank order. Waits as ``meet`` does.
+
+        Args:
+            values: numbers, one-dimensional and contiguous, of the same dtype on every rank.
+            lengths: of the array of each rank, equal on all ranks.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+        """
+        everything = np.empty(sum(lengths), values.dtype)
+        if self.comm:
+            self._wait_awake(self.comm.Iallgatherv(values, (everything, lengths)), what, timeout_s)
+        else:
+            everything[:] = values
         return everything
 
     def part(self, name: str, takes_part: bool) -> Group | None:

@@ -38,7 +38,7 @@ LARGEST_GROUP = 8
 LARGEST_PIPELINE = 8
 """Stages, unless the run file asks for more."""
 MOST_RANKS = 100_000
-"""Each of which gets its part of sharded optimizers; that takes half a minute for so many."""
+"""Each of which gets its part of sharded optimizers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +84,6 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= MOST_RANKS:
         raise UserError(f"-n is {args.ranks}", f"give the number of ranks, from 1 to {MOST_RANKS}")
     config = load(args.run_file, args.overrides)
-    if config.parallel.shard == "tables":
-        raise UserError("parallel.shard is tables, which is not weighed", "add --parallel.shard none for other plans")
     memory = args.memory or memory_of(config.launch)
     program = program_bytes()
     sizes = group_sizes(config, args.ranks)
@@ -166,6 +164,7 @@ def timed(footprint: Footprint, config: Config, weighed: Mapping[int, Weighed], 
     if measured is None:
         return Row(footprint, None, samples)
     model = weighed[plan.tensor] if plan.pipeline == 1 else weighed[plan.tensor].stages[plan.pipeline]
+    model = model.tables if plan.shard == "tables" and model.tables else model
     node = ranks_of_node(config)
     return Row(footprint, plan_step(plan, model, Batch(samples, config.train.accumulate), node, measured), samples)
 
@@ -198,7 +197,7 @@ def weigh_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[in
 
     Raises UserError for the whole model.
     """
-    from hpctrain.rank.weighing import require_stages, rows_of, share_of, weigh
+    from hpctrain.rank.weighing import require_stages, require_tables, rows_of, share_of, weigh
 
     weighed: dict[int, Weighed] = {}
     reasons: dict[str, str] = {}
@@ -222,15 +221,19 @@ def weigh_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[in
                 raise
             reasons[str(size)] = error.what
     for shard in SHARDS:
-        for size in [size for size in weighed if ranks > size]:
+        for size in [size for size in weighed if ranks > size and (shard != "tables" or size == 1)]:
             plan, model = (config, size, ranks // size), weighed[size]
             try:
-                if shard == "optimizer":
+                if shard == "tables":  # not told of tasks that mark none, unless they ask for it
+                    if model.tables or config.parallel.shard == "tables":
+                        require_tables(config, ranks)
+                elif shard == "optimizer":
                     weighed[size] = dataclasses.replace(model, largest_share=share_of(*plan))
                 else:
                     weighed[size] = dataclasses.replace(model, by_rows=rows_of(*plan))
             except UserError as error:
                 reasons[shard] = error.what
+                weighed[size] = dataclasses.replace(model, tables=None) if shard == "tables" else model
                 break
     return weighed, reasons | ({PIPELINED: unstaged} if unstaged else {})
 

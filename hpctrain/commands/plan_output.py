@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PIPELINED = "pipeline"
 """Stands for plans with stages among the reasons why others cannot be."""
-SHARDS = ("optimizer", "parameters")
+SHARDS = ("optimizer", "parameters", "tables")
 """Of ``parallel.shard``; stand for the plans with it among the reasons why others cannot be."""
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WIDEST = 1000

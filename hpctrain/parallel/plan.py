@@ -57,6 +57,11 @@ class Weighed:
     """Of the gradients that ranks with other samples average."""
     sums: Sums = Sums()
     """Within the tensor group, of the whole model."""
+    tables: Weighed | None = None
+    """With ``parallel.shard: tables``, what the rank with most has; None if that cannot be."""
+    lookups: Sums = Sums()
+    """Of such tables, in a forward and a backward pass: messages to each other rank, and bytes of a sample if all rows
+    were others'."""
     handed_on: float = 0.0
     """Of a stage: what goes to the next one and back, of one sample, where it is most."""
 
@@ -151,6 +156,10 @@ def footprints(
             found.append(replace(whole, plan=Plan(tensor, data, "optimizer", pipeline), optimizer=share))
         if data > 1 and model.by_rows is not None:
             found.append(sharded(whole, model.by_rows, micro_batches > 1))
+        if data > 1 and model.tables is not None:
+            rows = model.tables
+            left = replace(whole, plan=Plan(tensor, data, "tables", pipeline), parameters=rows.parameters)
+            found.append(replace(left, gradients=rows.gradients, optimizer=rows.optimizer, averages=rows.averages))
     return found
 
 

@@ -7,6 +7,7 @@ do, or between tensors where an optimizer needs them whole.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,11 +59,11 @@ def share_out(layout: Layout, parameters: Sequence[Weighed], ranks: int) -> Shar
         ranks: that the update is shared among.
     """
     order = sorted(range(len(parameters)), key=lambda index: layout.offsets[index])
-    total = sum(parameter.num_bytes for parameter in parameters)
+    ends = list(itertools.accumulate(parameters[index].num_bytes for index in order))
     cuts = [(0, 0)]
     """(place in the order, row) of each rank's first row."""
     for number in range(1, ranks):
-        cuts.append(max(cuts[-1], _nearest(order, parameters, total * number, ranks)))
+        cuts.append(max(cuts[-1], _nearest(order, parameters, ends, number, ranks)))
     cuts.append((len(order), 0))
     pieces = []
     for owner, ((first, row), (last, end_row)) in enumerate(itertools.pairwise(cuts)):
@@ -72,8 +73,8 @@ def share_out(layout: Layout, parameters: Sequence[Weighed], ranks: int) -> Shar
             begin, end = row if place == first else 0, end_row if place == last else rows
             if begin < end:
                 pieces.append(Piece(index, owner, begin, end, rows))
-    ends = [_position(layout, order, parameters, cut) for cut in cuts]
-    return Shares(tuple(itertools.starmap(slice, itertools.pairwise(ends))), tuple(pieces))
+    positions = [_position(layout, order, parameters, cut) for cut in cuts]
+    return Shares(tuple(itertools.starmap(slice, itertools.pairwise(positions))), tuple(pieces))
 
 
 def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -82,16 +83,21 @@ def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * share, rows), min((rank + 1) * share, rows)
 
 
-def _nearest(order: Sequence[int], parameters: Sequence[Weighed], target: int, ranks: int) -> tuple[int, int]:
-    """The (place, row) before which the bytes are nearest to target/ranks; whole numbers, so that ranks agree."""
-    before = 0
-    for place, index in enumerate(order):
-        rows, size = parameters[index].rows, parameters[index].num_bytes * ranks
-        if before + size > target:
-            row = (2 * (target - before) * rows + size) // (2 * size)
-            return (place, row) if row < rows else (place + 1, 0)
-        before += size
-    return len(order), 0
+def _nearest(
+    order: Sequence[int], parameters: Sequence[Weighed], ends: Sequence[int], number: int, ranks: int
+) -> tuple[int, int]:
+    """The (place, row) before which the bytes are nearest to number/ranks of all; whole numbers, so that ranks agree.
+
+    ``ends`` are the bytes up to the end of each place: looked for by halves, since there may be very many ranks.
+    """
+    target = ends[-1] * number if ends else 0
+    place = bisect_right(ends, target // ranks)
+    if place == len(order):
+        return place, 0
+    rows, size = parameters[order[place]].rows, parameters[order[place]].num_bytes * ranks
+    before = ends[place] * ranks - size
+    row = (2 * (target - before) * rows + size) // (2 * size)
+    return (place, row) if row < rows else (place + 1, 0)
 
 
 def _position(layout: Layout, order: Sequence[int], parameters: Sequence[Weighed], cut: tuple[int, int]) -> int:

@@ -6,8 +6,9 @@ So the gradient of a row is complete where the row is, and tables take no part i
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ END = ""
 """Where ranks meet that have looked up all that they need, and that have all gradients back."""
 SAY, ASK, GIVE = "say what rows they need", "ask for rows of a table", "give rows of a table"
 """What a rank waits for."""
+MESSAGES, MESSAGES_AT_ENDS = 5, 2
+"""To each other rank: of a lookup and of its gradients, and at the ends of both passes."""
 
 
 class Tables(TensorParallel):
@@ -45,10 +48,17 @@ class Tables(TensorParallel):
 
     passes_meet = True
 
-    def __init__(self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup) -> None:
+    def __init__(
+        self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: Guard
+    ) -> None:
         super().__init__(region, slices, cut)
         self.end = end
         """Of a forward pass."""
+        self.guard = guard
+
+    def passing(self) -> contextlib.AbstractContextManager[None]:
+        """See TensorParallel; nobody else asks a model for its parameters meanwhile."""
+        return self.guard.up()
 
     def finish(self, device: torch.device) -> None:
         """Here, too, ranks come after the same lookups: one whose loss needs none would else be waited for."""
@@ -146,7 +156,7 @@ def sent(rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Look
 def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
     """The tables that a task marks by ``vocabulary``; changes nothing.
 
-    Raises UserError if there are none, or one cannot be cut; names it.
+    Raises UserError if there are none, or one cannot be cut or has hooks; names it.
     """
     marked = {name: word for name, word in words.items() if not isinstance(word, LayerCut) or word.kind == "vocabulary"}
     tables = named_layers(model, marked, {"vocabulary": (Embedding, EmbeddingBag)})
@@ -156,7 +166,20 @@ def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
             "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
         )
     require_same_cut(model, tables, "give each its own")
+    for one in tables:
+        if watched(cast(Tensor, one.layer._parameters["weight"])):
+            raise UserError(
+                f"parallel.shard is tables, and {one.name}.weight has hooks of its gradient (register_hook), which "
+                "would see that of a rank's rows",
+                "leave the hooks out: train.clip_norm clips gradients, and the optimizer's groups have rates of their "
+                "own; or leave parallel.shard out",
+            )
     return tables
+
+
+def watched(parameter: Tensor) -> bool:
+    """Whether something is called with its gradients."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def cut_tables(
@@ -188,32 +211,80 @@ def cut_tables(
     region = Region(data, clock, exchange, Neighbours.TABLES)
     rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
     slices, cut = keep_own(model, tables, optimizers, own_rows)
-    names = [*(one.name for one in tables), END]
+    names, guard = [*(one.name for one in tables), END], Guard()
     for place, one in enumerate(tables):
         lookup = Lookup(region, place, names)
         forward = bags if isinstance(one.layer, EmbeddingBag) else vectors
         one.layer.forward = functools.partial(forward, one, rows[place], lookup)
-        guard(one)
+        guard.keep(one)
     end = Lookup(region, len(tables), names)
 
     def meet(module: Module, *ignored: Any) -> None:
         end.meet(next(module.parameters()).device)
 
     model.register_forward_hook(meet)
-    return Tables(region, slices, cut, end)
+    return Tables(region, slices, cut, end, guard)
 
 
-def guard(one: CutLayer) -> None:
-    """Has the weight of a table be asked for by lookups alone: what else takes it for a whole one is refused."""
+class Guard:
+    """Has the weights of tables be used by lookups alone: what else takes one for a whole one is refused."""
 
-    def refused(layer: Module) -> Tensor:
-        raise UserError(
-            f"{one.name}.weight is used, of which each rank has other rows while parallel.shard is tables",
-            "use what is looked up, leave weight decay to the optimizer, or leave parallel.shard out",
-        )
+    def __init__(self) -> None:
+        self.is_up = False
+        """Whether ``parameters`` of the model, too, gives nothing to compute with."""
 
-    kind = type(one.layer)
-    one.layer.__class__ = type(kind.__name__, (kind,), {"weight": property(refused)})
+    @contextlib.contextmanager
+    def up(self) -> Iterator[None]:
+        """In the body it is."""
+        self.is_up = True
+        try:
+            yield
+        finally:
+            self.is_up = False
+
+    def keep(self, one: CutLayer) -> None:
+        """Has an eye on this table."""
+
+        def refused(layer: object) -> Tensor:
+            raise UserError(
+                f"{one.name}.weight is used, of which each rank has other rows while parallel.shard is tables",
+                "use what is looked up, leave weight decay to the optimizer, or leave parallel.shard out",
+            )
+
+        class Unseen(Tensor):
+            """What a weight is like, and not its values."""
+
+            _is_param = True
+
+            @classmethod
+            def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if called not in OUTSIDE:
+                    refused(cls)
+                with torch._C.DisableTorchFunctionSubclass():
+                    return called(*args, **kwargs or {})
+
+        def parameters(layer: Module) -> dict[str, Any]:
+            if not self.is_up:
+                return held_by(layer)
+            weight = held_by(layer)["weight"]
+            return {"weight": Tensor._make_subclass(Unseen, weight.data, weight.requires_grad)}
+
+        kind, own = type(one.layer), {"weight": property(refused), "_parameters": property(parameters)}
+        one.layer.__class__ = type(kind.__name__, (kind,), own)
+
+
+OUTSIDE = {
+    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_cuda", "is_meta", "layout", "ndim")),
+    *(getattr(Tensor, name).__get__ for name in ("nbytes", "requires_grad", "shape")),
+    *(Tensor.dim, Tensor.element_size, Tensor.is_complex, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+}
+"""What can be asked of a tensor without its values: models look at the device of their first parameter."""
+
+
+def held_by(layer: Module) -> dict[str, Any]:
+    """Its parameters, whether they are guarded or not."""
+    found: dict[str, Any] = layer.__dict__["_parameters"]
+    return found
 
 
 def bags(
@@ -268,7 +339,7 @@ def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[
     begin, end = part_of_rows(rows, group.rank, group.size)
     wanted = lookup.region.exchange.swap(different.long(), going, coming, ASK) - begin
     untrained = padding - begin if padding is not None and begin <= padding < end else None
-    weight = cast(Tensor, layer._parameters["weight"])
+    weight = cast(Tensor, held_by(layer)["weight"])
     own = embedding(wanted, weight, untrained, sparse=layer.sparse)
     found = [] if padding is None else (different == padding).nonzero().flatten().tolist()
     return places, sent(own, coming, going, lookup), next(iter(found), None)

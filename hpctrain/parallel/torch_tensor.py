@@ -7,6 +7,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -187,6 +188,10 @@ class TensorParallel:
         """A forward pass is over: random numbers are equal again."""
         self.region.leave()
 
+    def passing(self) -> AbstractContextManager[None]:
+        """The body is the task's own code, which computes with the model."""
+        return nullcontext()
+
     def finish(self, device: torch.device) -> None:
         """A backward pass is over."""
 
@@ -312,15 +317,21 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
     return list(layers.values())
 
 
-def tilings(model: Module, words: Mapping[str, Any]) -> dict[str, Tiling]:
-    """How any number of ranks would cut the parameters of a model, by name; see ``planned``, which refuses."""
+def tilings(model: Module, words: Mapping[str, Any], plain: Callable[[str], str]) -> dict[str, Tiling]:
+    """How any number of ranks would cut the parameters of a model, by plain name; see ``planned``, which refuses.
+
+    Args:
+        model: parts of it may be compiled.
+        words: by patterns of layers' names.
+        plain: of the name of a layer or parameter, that of one that is not compiled.
+    """
     found: dict[int, Tiling] = {}
     for pattern, word in words.items():
         for name, layer in model.named_modules():
-            if isinstance(word, LayerCut) and isinstance(layer, KINDS[word.kind]) and fnmatchcase(name, pattern):
+            if isinstance(word, LayerCut) and isinstance(layer, KINDS[word.kind]) and fnmatchcase(plain(name), pattern):
                 axes = CutLayer(name, layer, word).axes()
                 found |= {id(layer._parameters.get(key)): Tiling(axis, word.parts) for key, axis in axes.items()}
-    return {name: found[id(one)] for name, one in model.named_parameters() if id(one) in found}
+    return {plain(name): found[id(one)] for name, one in model.named_parameters() if id(one) in found}
 
 
 def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,7 +137,7 @@ def rows_of(config: Config, tensor: int, data: int) -> ByRows:
 
 
 def judged(
-    config: Config, tensor: int, data: int, shard: Literal["optimizer", "parameters"]
+    config: Config, tensor: int, data: int, shard: Literal["optimizer", "parameters", "tables"]
 ) -> tuple[TorchFramework, Mapping[str, Share], Judgement, dict[Feature, Any]]:
     """A model, the parameters of its optimizers, how these may be shared out, and all that the run uses."""
     from hpctrain.frameworks.torch.checks import model_features
@@ -145,7 +145,8 @@ def judged(
     from hpctrain.frameworks.torch.sharding import judge, unsuited
     from hpctrain.frameworks.torch.shares import shares_of
 
-    parallel = dataclasses.replace(config.parallel, tensor=tensor, shard=shard)
+    stages = 1 if shard == "tables" else config.parallel.pipeline  # the others are told of them
+    parallel = dataclasses.replace(config.parallel, tensor=tensor, shard=shard, pipeline=stages)
     as_sharded = dataclasses.replace(config, parallel=parallel)
     with made(config, tensor) as model:
         task, framework = model.framework.task, model.framework
@@ -171,14 +172,20 @@ def weigh(config: Config, tensor: int, ranks: int, pipelines: Sequence[int] = ()
     Raises:
         UserError: the model cannot be cut so, or not be trained; says which layer.
     """
-    from hpctrain.frameworks.torch.activations import Kept
+    from hpctrain.frameworks.torch.activations import Kept, Lookups
+    from hpctrain.parallel.torch_tables import MESSAGES, MESSAGES_AT_ENDS, tables_of
 
     with made(config, tensor) as model:
         framework = model.framework
         batch = first_batch(model.problem, config, model.world, MOST_SAMPLES)
         samples, before = len(next(iter(batch.values()))), model.tensor.sums
         kept = Kept(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
-        with kept.weighing():
+        marked: dict[str, Any] = {}
+        if tensor == 1:
+            with suppress(UserError):  # ``require_tables`` says why
+                marked = {one.name: one.layer for one in tables_of(framework.model, framework.task.tensor)}
+        lookups = Lookups(list(marked.values()))
+        with kept.weighing(), lookups.counting():
             framework.step([batch], samples)
         after, state = model.tensor.sums, framework.state()
         whole = dataclasses.replace(
@@ -190,7 +197,55 @@ def weigh(config: Config, tensor: int, ranks: int, pipelines: Sequence[int] = ()
         for pipeline in pipelines:
             with suppress(UserError):
                 stages[pipeline] = largest_stage(framework, state, whole, pipeline, config.train.accumulate, batch)
+        if marked:
+            messages = MESSAGES * lookups.count + MESSAGES_AT_ENDS
+            asked = Sums(messages, lookups.num_bytes / samples)
+            shapes = {f"{name}.weight": tuple(layer.weight.shape) for name, layer in marked.items()}
+            rows = with_rows(framework, state, whole, shapes, ranks)
+            whole = dataclasses.replace(whole, tables=dataclasses.replace(rows, lookups=asked))
         return dataclasses.replace(whole, stages=stages)
+
+
+def with_rows(
+    framework: TorchFramework,
+    state: Sequence[StateTensor],
+    whole: Weighed,
+    tables: Mapping[str, tuple[int, ...]],
+    ranks: int,
+) -> Weighed:
+    """What ``parallel.shard: tables`` leaves the rank that has most rows.
+
+    Args:
+        framework: that has the model.
+        state: of it, after an update.
+        whole: what a rank has without.
+        tables: shapes of those that are shared out, by name.
+        ranks: among which.
+    """
+    from hpctrain.frameworks.torch.pipelined import parameter_of
+    from hpctrain.parallel.sharded import part_of_rows
+
+    def shape_of(tensor: StateTensor) -> tuple[int, ...]:
+        is_table = tables.get(parameter_of(tensor.name)) == tensor.shape
+        return (part_of_rows(tensor.shape[0], 0, ranks)[1], *tensor.shape[1:]) if is_table else tensor.shape
+
+    sparse = {id(one) for reducers in framework.reducers.of.values() for one in reducers.sparse}
+    held = {framework.names[id(one)]: one for one in framework.parameters if id(one) not in sparse}
+    summed = sum(4 * held[name].numel() for name in tables if name in held)
+    own = of_state(state, whole.activations, ranks, shape_of)
+    return dataclasses.replace(own, checkpoint=whole.checkpoint, exchanged=whole.exchanged - summed, sums=whole.sums)
+
+
+def require_tables(config: Config, data: int) -> None:
+    """Raises UserError if a run's tables cannot be shared out by rows among so many ranks."""
+    from hpctrain.frameworks.torch.sharding import plain
+    from hpctrain.parallel.torch_probe import require_elementwise
+    from hpctrain.parallel.torch_tables import tables_of
+
+    framework, _, _, _ = judged(config, 1, data, "tables")
+    for one in tables_of(framework.model, framework.task.tensor):
+        for optimizer in plain(framework.optimizer_state.every):
+            require_elementwise(optimizer, one.layer.get_parameter("weight"), f"{one.name}.weight", 0)
 
 
 def require_stages(config: Config, pipeline: int) -> None:
@@ -230,17 +285,22 @@ def largest_stage(
     return max(found, key=lambda one: one.parameters + one.gradients + one.optimizer + one.averages)
 
 
-def of_state(state: Iterable[StateTensor], activations: float, ranks: int) -> Weighed:
-    """Adds up a framework's state by what it is."""
+def of_state(
+    state: Iterable[StateTensor],
+    activations: float,
+    ranks: int,
+    shape_of: Callable[[StateTensor], tuple[int, ...]] = lambda tensor: tensor.shape,
+) -> Weighed:
+    """Adds up a framework's state by what it is; ``shape_of`` says what of it a rank has."""
     held = dict.fromkeys(("model", "optimizer", "ema"), 0)
     whole: dict[str, int] = {}
     gradients = 0
     for tensor in state:
-        own = num_bytes(tensor, tensor.shape)
+        own = num_bytes(tensor, shape_of(tensor))
         kind = tensor.name.partition("/")[0]
         held[kind] = held.get(kind, 0) + own
         if kind == "model" and tensor.is_trained:
-            gradients += max(own, 4 * math.prod(tensor.shape))
+            gradients += max(own, 4 * math.prod(shape_of(tensor)))
         saved = num_bytes(tensor, tensor.cut.shape) if tensor.cut else own
         whole[tensor.name] = saved * (ranks if tensor.placement is Placement.RANK else 1)
     return Weighed(held["model"], gradients, held["optimizer"], held["ema"], activations, sum(whole.values()))

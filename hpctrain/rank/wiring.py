@@ -137,7 +137,7 @@ def make_hooks(
     writer = EventWriter(run_dir.events, session.warn)
     hooks.append(StopRequests(session.signals, run_dir, writer.append))
     if config.reduce.verify_every_steps is not None:
-        hooks.append(VerifyWeights(config.reduce.verify_every_steps))
+        hooks.append(VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables"))
     hooks.append(KeptMemory(session.warn))
     early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
     stateful = [*early_stop, *rate_hooks(config, problem.task), *problem.task.hooks, *more]

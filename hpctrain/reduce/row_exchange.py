@@ -13,6 +13,8 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
 
 INDEX_BYTES = 8
+WHAT = "add up sparse gradients"
+"""What a rank waits for."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,7 @@ class RowExchange:
         dtype: DTypeLike = np.float32,
         largest: int = LARGEST_MESSAGE,
     ) -> None:
-        self.comm = duplicate(group)
-        self.size = group.size
+        self.group = Group("rows", duplicate(group))
         self.tables = tables
         self.dtype = np.dtype(dtype)
         self.index_items = INDEX_BYTES // self.dtype.itemsize
@@ -57,9 +58,11 @@ class RowExchange:
 
         Args:
             given: this rank's rows of each table.
+
+        Raises:
+            RunFailed: a rank does not come.
         """
-        counts = np.empty((self.size, len(self.tables)), np.int64)
-        self.comm.Allgather(np.array([len(rows.indices) for rows in given], np.int64), counts)
+        counts = self.group.gather(np.array([len(rows.indices) for rows in given], np.int64), WHAT)
         travels = [
             rows_are_fewer(int(total), *table, self.dtype.itemsize)
             for total, table in zip(counts.sum(0), self.tables, strict=True)
@@ -82,8 +85,7 @@ class RowExchange:
         indices = [np.ascontiguousarray(rows.indices).view(self.dtype) for rows in given]
         mine = np.concatenate([*indices, *[rows.values.reshape(-1) for rows in given]])  # one message is one wait
         lengths = counts @ np.array([index_items + width for width in widths])
-        everything = np.empty(int(lengths.sum()), self.dtype)
-        self.comm.Allgatherv(mine, (everything, lengths.tolist()))
+        everything = self.group.join(mine, lengths.tolist(), WHAT)
         found: list[list[Rows]] = [[] for _ in given]
         at = 0
         for rank_counts in counts.tolist():
@@ -96,20 +98,16 @@ class RowExchange:
         return found
 
     def _sum_whole(self, given: Rows, rows: int, columns: int) -> Rows:
-        from mpi4py import MPI
-
-        table, there = np.zeros((rows, columns), self.dtype), np.zeros(rows, np.uint8)
-        table[given.indices], there[given.indices] = given.values, 1
-        flat = table.reshape(-1)
-        for begin in range(0, flat.size, LARGEST_MESSAGE):
-            self.comm.Allreduce(MPI.IN_PLACE, flat[begin : begin + LARGEST_MESSAGE])
-        self.comm.Allreduce(MPI.IN_PLACE, there, MPI.MAX)
-        indices = np.flatnonzero(there)
+        table, missing = np.zeros((rows, columns), self.dtype), np.ones(rows, np.uint8)
+        table[given.indices], missing[given.indices] = given.values, 0
+        everywhere = self.group.begin_min(missing, WHAT)
+        self.group.add(table, WHAT)
+        indices = np.flatnonzero(everywhere() == 0)
         return Rows(indices, table if len(indices) == rows else table[indices])
 
     def close(self) -> None:
         """Releases the communicator."""
-        self.comm.Free()
+        self.group.free()
 
 
 def in_messages(items: Mapping[int, int], largest: int) -> list[list[int]]:

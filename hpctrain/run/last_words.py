@@ -88,7 +88,7 @@ class LastWord:
     """What the process meant to exit with; launchers lose it."""
     step: int | None = None
     weights_hash: str | None = None
-    """sha256 over the model's parameters."""
+    """sha256 over what the rank has of the model's parameters."""
     error: ErrorWord | None = None
     note: str | None = None
     """What the supervisor found out."""

@@ -139,10 +139,10 @@ class Framework(Protocol):
         """Returns when all copies begun by ``copy_into`` are done."""
 
     def weights_hash(self, shared_only: bool = False) -> str:
-        """SHA-256 over the model's parameters in a fixed order, hexadecimal; without tables that ranks share out.
+        """SHA-256 over what this rank has of the model's parameters, in a fixed order, hexadecimal.
 
         Args:
-            shared_only: of those that the ranks of a tensor group have alike, not of those that are cut.
+            shared_only: of those that ranks have alike, not of layers and tables that are cut.
         """
 
     def close(self) -> None:

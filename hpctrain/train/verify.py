@@ -14,16 +14,22 @@ if TYPE_CHECKING:
 
 class VerifyWeights(BaseHook):
     """Fails the run, on every rank, at the first step at which a rank's weights differ in any bit from those that they
-    should be equal to: those of the first rank of its stage or, what is cut, of the stage's first tensor group."""
+    should be equal to: those of the first rank of its stage or, what is cut, of the stage's first tensor group.
 
-    def __init__(self, every_steps: int) -> None:
-        self.every_steps = every_steps
+    Args:
+        every_steps: in between.
+        has_tables: the ranks that see different samples share out tables, which are not compared.
+    """
+
+    def __init__(self, every_steps: int, has_tables: bool = False) -> None:
+        self.every_steps, self.has_tables = every_steps, has_tables
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         step, world, framework = training.state.step, training.world, training.framework
         if step % self.every_steps == 0:
             shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
-            hashes = world.everyone.allgather([framework.weights_hash(), shared], "compare the weights")
+            own = framework.weights_hash(shared_only=self.has_tables)
+            hashes = world.everyone.allgather([own, shared], "compare the weights")
             tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
             first = [rank - rank % stage for rank in range(len(hashes))]  # of the same stage
             wanted = [[hashes[one + rank % tensor][0], hashes[one][1]] for rank, one in enumerate(first)]

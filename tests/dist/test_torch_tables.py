@@ -135,6 +135,13 @@ def test_what_all_have_alike_is_verified(found: Callable[[], tuple[Path, Found]]
     assert "after step 2 the weights of rank 3 differ from those of rank 0" in found()[1]["drifted"]["error"]
 
 
+def test_a_rank_hashes_the_rows_that_it_has(found: Callable[[], tuple[Path, Found]]) -> None:
+    """As its last words tell; what all have alike is the same on each."""
+    results = found()[1]
+    own, shared = zip(*results["adamw-4"]["hashes"], strict=True)
+    assert len(set(shared)) == 1 and len({*own, *shared}) == 5
+
+
 @pytest.mark.world_size(2)
 def test_an_index_that_no_rank_has_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     """The second rank's own, in the second update."""
@@ -160,3 +167,4 @@ def test_what_cannot_be_shared_out_is_refused(found: Callable[[], tuple[Path, Fo
     results = found()[1]
     assert "Adafactor looks at more than one element of tables.users.weight" in results["adafactor"]["error"]
     assert "tensor= of the task marks no table by hpctrain.vocabulary" in results["unmarked"]["error"]
+    assert "tables.users.weight is used, of which each rank has other rows" in results["penalised"]["error"]

@@ -94,6 +94,26 @@ def unmarked() -> TorchTask:
     return replace(recommender(), tensor={"deep.0": columns})
 
 
+class Penalised(Recommender):
+    """With the squares of its own parameters."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """[n]."""
+        return super().forward(batch) + 1e-3 * sum(one.square().sum() for one in self.parameters())
+
+
+def penalised() -> TorchTask:
+    """Whose model computes with all of its parameters."""
+    task = recommender()
+    task.model.__class__ = Penalised
+    return task
+
+
+def wrong() -> TorchTask:
+    """Marks a table that is not there."""
+    return replace(recommender(), tensor={"tables.usres": vocabulary})
+
+
 def outside() -> TorchTask:
     """Samples in order, the 13th of which asks for a row that is not there."""
     task = recommender()

@@ -74,6 +74,8 @@ def plan_step(plan: Plan, model: Weighed, batch: Batch, node: int | None, measur
     idle = (compute + sums + messages) * (plan.pipeline - 1) / micro_batches
     exchanged = model.exchanged * exchanges(plan.shard, micro_batches)
     exchange = exchange_s(measured.steps, shape, exchanged, plan.tensor)
+    if plan.shard == "tables":
+        exchange += lookups_s(model.lookups, shape, samples, micro_batches, links)
     return PlanStep(measured.waits_s, compute, sums, messages, idle, exchange)
 
 
@@ -104,6 +106,16 @@ def sums_s(sums: Sums, ranks: int, samples: int, micro_batches: int, link: Link)
     """Of a step, within a tensor group: rings, as many in each micro-batch, and bytes of all samples."""
     messages, share = ring(ranks)
     return sums.count * micro_batches * messages * link.alpha_s + share * sums.bytes * samples * link.s_per_byte
+
+
+def lookups_s(lookups: Sums, shape: Shape, samples: int, micro_batches: int, links: ExchangeModel) -> float:
+    """Of a step: messages to each other rank one after the other, and rows that are spread evenly over the ranks, over
+    the node's link if there are several nodes."""
+    link = shared(links.between, shape.ranks_per_node) if shape.nodes > 1 else links.inside
+    assert link, "plan_step has seen to it"
+    others = shape.ranks - 1
+    bytes_of_others = lookups.bytes * samples * others / shape.ranks
+    return lookups.count * micro_batches * others * link.alpha_s + bytes_of_others * link.s_per_byte
 
 
 def messages_s(num_bytes: float, micro_batches: int, link: Link) -> float:

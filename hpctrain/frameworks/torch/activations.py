@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from hpctrain.frameworks.torch.dry_call import forward
 from hpctrain.frameworks.torch.framework import TorchFramework, writable
@@ -47,6 +48,32 @@ class Kept:
         if storage.data_ptr() not in self.known:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+
+class Lookups:
+    """What passes ask tables for, and what of it would travel if others had the rows."""
+
+    def __init__(self, tables: Sequence[Module]) -> None:
+        self.tables = tables
+        self.count = self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts those of forward passes in the body."""
+        hooks = [one.register_forward_pre_hook(self.note, with_kwargs=True) for one in self.tables]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def note(self, table: Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Each row once: its index goes there, it comes here, and its gradient goes there again."""
+        indices = given[0] if given else named["input"]
+        weight = table.get_parameter("weight")
+        row = weight.shape[1] * weight.element_size()
+        self.count += 1
+        self.num_bytes += indices.unique().numel() * (indices.element_size() + 2 * row)
 
 
 class Chain:

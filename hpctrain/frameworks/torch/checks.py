@@ -14,6 +14,7 @@ from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.frameworks.torch.optimizer import Part
 from hpctrain.frameworks.torch.sparse import of_sparse_adam
+from hpctrain.parallel.torch_tables import watched
 
 
 def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -48,11 +49,6 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after each step."""
     known = vars(optimizer)
     return any(known.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
-
-
-def watched(parameter: Tensor) -> bool:
-    """Whether something is called with its gradients."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def model_features(

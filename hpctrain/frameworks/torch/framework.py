@@ -123,7 +123,7 @@ class TorchFramework:
         self.reducer = ready.reducer
         self.joint = ready.joint
         self.tensor = ready.tensor
-        self.tilings = {plain_name(name): one for name, one in tilings(self.model, ready.task.tensor).items()}
+        self.tilings = tilings(self.model, ready.task.tensor, plain_name)
         self.joint_names = joint_names(self.model) if ready.joint else frozenset[str]()
         self.memory_format = memory_format_of(train)
         self.meters = torch_meters(ready.task, ready.device)
@@ -233,7 +233,7 @@ class TorchFramework:
             clock.mark(Phase.TO_DEVICE)
             reducer.last_backward = number == len(batches)
             with contextlib.nullcontext() if is_own else self._unchanged():
-                with self._autocast():
+                with self._autocast(), self.tensor.passing():
                     score = self.task.loss(self.task.forward(self.call, batch), batch)
                 self.tensor.leave()
                 clock.mark(Phase.FORWARD)
@@ -279,14 +279,16 @@ class TorchFramework:
                 trains = any(parameter.requires_grad for parameter in self.model.parameters())
 
                 def call() -> Any:
-                    return try_loss(self.task, self.model, self._to_device(copied(batch)), trains, self.tensor.hint)
+                    with self.tensor.passing():
+                        batch_here = self._to_device(copied(batch))
+                        return try_loss(self.task, self.model, batch_here, trains, self.tensor.hint)
 
                 meets = self.meeting is not None or bool(self.tensor.slices)
                 loss, self.flops = trying(call, self.model, samples_of(batch), self.low_precision, meets)
                 if isinstance(self.tensor, FullySharded):
                     try_sharded(loss)
             for held_out in (validation or [batch]) if self.task.validation is not None else ():
-                with self._for_evaluation():
+                with self._for_evaluation(), self.tensor.passing():
                     given = self.task.model if isinstance(self.task.model, Mapping) else self.pipelined or self.model
                     try_metrics(self.task, given, self._to_device(copied(held_out)))
                 try_meters(self, copied(held_out))
@@ -294,7 +296,7 @@ class TorchFramework:
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         with self._for_evaluation():
             inputs = self._to_device(batch)
-            with self._autocast():
+            with self._autocast(), self.tensor.passing():
                 outputs = self.task.forward(self.call, inputs)
                 scores = {name: judge(outputs, inputs) for name, judge in judges(self.task).items()}
             seen = Seen(outputs, inputs, batch, to_host)
@@ -304,7 +306,7 @@ class TorchFramework:
             return {name: _sum_and_weight(score, samples) for name, score in scores.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        with self._for_evaluation(), self._autocast():
+        with self._for_evaluation(), self._autocast(), self.tensor.passing():
             outputs = self.task.forward(self.call, self._to_device(batch))
         return {name: _to_host(value) for name, value in named_outputs(outputs).items()}
 
@@ -375,8 +377,7 @@ class TorchFramework:
 
     def weights_hash(self, shared_only: bool = False) -> str:
         joint = [buffer for name, buffer in self.model.named_buffers() if name in self.joint_names]
-        alike = shared_only or self.tensor.complete
-        weights = self.tensor.shared(self.model) if alike else self.tensor.parameters(self.model)
+        weights = self.tensor.shared(self.model) if shared_only else self.tensor.parameters(self.model)
         return digest([*(one for _, one in weights), *joint])
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def open_torch(
     known = look_at(task, world, config)
     model, parts = known.model, known.parts
     layers = planned(model, task.tensor, config.parallel.tensor)
-    tables = tables_of(model, task.tensor) if known.divides(Feature.SHARD_TABLES) else []
+    tables = tables_of(model, task.tensor) if Feature.SHARD_TABLES in known.features else []
     move(model, device, memory_format_of(train))
     judgement = judged(known, device)
     stages = stages_of(task, model, config.parallel.pipeline)
@@ -95,7 +95,7 @@ def open_torch(
         updaters = world.data if known.divides(Feature.SHARD) else None
         within = open_exchange(world.tensor, device, Waiting(clock))
         tensor = cut_model(model, layers, world.tensor, world.data, plain(parts), clock, updaters, within)
-    if tables:
+    if known.divides(Feature.SHARD_TABLES):  # one process has all rows
         among = open_exchange(world.data, device, Waiting(clock, Neighbours.TABLES))
         tensor = cut_tables(model, tables, world.data, plain(parts), clock, among)
     recompute(model, train.recompute, tensor.region)

@@ -31,6 +31,8 @@ class Watcher(BaseHook):
         self.held: list[dict[str, int]] = []
         """Elements of each table and of its slots, by rank and name."""
         self.reducer: str | None = None
+        self.hashes: list[tuple[str, str]] = []
+        """Of the weights that each rank has, and of those that all have alike."""
         self.summed = 0
         """Bytes of gradients that are summed over the ranks."""
 
@@ -51,6 +53,8 @@ class Watcher(BaseHook):
             own = next((slots for state in states for one, slots in state.items() if one is weight), {})
             held |= {f"{name}.{slot}": value.numel() for slot, value in own.items() if getattr(value, "ndim", 0)}
         self.held = EVERYONE.allgather(held, "compare what they have")
+        mine = [training.framework.weights_hash(shared_only=shared) for shared in (False, True)]
+        self.hashes = EVERYONE.allgather(mine, "compare the weights")
 
 
 class Drift(BaseHook):
@@ -93,6 +97,7 @@ def run(
     return {
         "losses": watcher.losses,
         "held": watcher.held,
+        "hashes": watcher.hashes,
         "reducer": watcher.reducer,
         "summed": watcher.summed,
         "metrics": dict(summary.metrics),
@@ -137,6 +142,7 @@ def four(folder: Path) -> dict[str, Any]:
         "drifted": run(folder, "drifted", drifts=True, train__clip_norm="null"),
         "adafactor": run(folder, "adafactor", task_args__optimizer="adafactor"),
         "unmarked": run(folder, "unmarked", task="unmarked"),
+        "penalised": run(folder, "penalised", task="penalised"),
     }
     assert main(["predict", str(folder / "adamw-4" / "run.yaml")]) == 0
     for step, shard in enumerate(("tables", "none", "tables", "optimizer"), start=2):

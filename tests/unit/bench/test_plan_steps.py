@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def test_a_sharded_optimizer_moves_as_many_bytes_and_sharded_parameters_more() -
     assert [plan_steps.exchanges(one, 4) for one in ("none", "optimizer", "parameters")] == [1, 1, 4.5]
     sharded = plan_step(Plan(1, 4, "parameters"), MODEL, BATCH, None, KNOWN)
     assert sharded is not None and sharded.exchange_s == pytest.approx(6e-5 + 4.5 * 0.012 + 0.002)
+
+
+def test_lookups_in_tables_of_others_take_messages_to_each() -> None:
+    # 10 messages to each of 3 others in each of 4 micro-batches; 3/4 of 16 x 1 MB at 1 GB/s
+    lookups = Sums(count=10, bytes=1e6)
+    model = dataclasses.replace(MODEL, exchanged=4_000_000, lookups=lookups)
+    step = plan_step(Plan(1, 4, "tables"), model, BATCH, None, KNOWN)
+    rows = 120 * 1e-5 + 0.75 * 16e6 * 1e-9
+    assert step is not None and step.exchange_s == pytest.approx(6e-5 + 0.006 + 0.002 + rows)
+    # two nodes of two: 3 others, and two ranks share a node's link
+    assert plan_steps.lookups_s(lookups, Shape(2, 2), 16, 4, LINKS) == pytest.approx(120 * 1e-4 + 0.75 * 16e6 * 2e-8)
 
 
 def test_a_tensor_group_computes_its_part_and_adds_up_activations() -> None:

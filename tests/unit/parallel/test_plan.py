@@ -16,6 +16,7 @@ from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.parallel.plan import ByRows, Plan, Sums, Weighed, cheapest, footprints
 from hpctrain.rank.weighing import weigh
 from hpctrain.run import RunView
+from tests.support import table_tasks
 from tests.support.command import hpctrain
 
 WHOLE = Weighed(
@@ -53,6 +54,16 @@ def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
         assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (25 + 30, gradients, 50, 25)
         assert rows.staging == found[0].staging and rows.activations == found[0].activations
     assert Plan(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
+
+
+def test_shared_out_tables_leave_what_was_weighed() -> None:
+    """With the activations and the part of the checkpoint that any plan has."""
+    model = dataclasses.replace(WHOLE, largest_share=None, averages=100, tables=dataclasses.replace(HALF, averages=7))
+    whole, rows = footprints({1: model}, 4, {1: 2}, 1000)
+    assert rows.plan == Plan(1, 4, "tables")
+    assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (60, 60, 120, 7)
+    assert (rows.activations, rows.staging, rows.program) == (whole.activations, whole.staging, 1000)
+    assert len(footprints({1: model}, 1, {1: 2}, 0)) == 1
 
 
 def test_what_cannot_be_sharded_evenly_says_so() -> None:
@@ -296,11 +307,50 @@ def test_a_strange_number_of_ranks_is_refused(ranks: str, capsys: pytest.Capture
     assert f"-n is {ranks}" in said and "from 1 to 100000" in said
 
 
-def test_tables_that_are_shared_out_are_not_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run.yaml"
-    run.write_text("name: run\ntask: a:b\nparallel: {shard: tables}\n" + STEPS)
-    assert main(["plan", str(run), "-n", "2"]) == 64
-    assert "parallel.shard is tables, which is not weighed" in capsys.readouterr().err
+def planned(folder: Path, capsys: pytest.CaptureFixture[str], task: str, *words: str, code: int = 0) -> Any:
+    """What JSON says of a recommender on 4 ranks."""
+    keys = ("--train.steps", "3", "--train.global_batch", "16", "--train.ema_decay", "0.9", *words)
+    (folder / "run.yaml").write_text(f"name: a\ntask: tests.support.table_tasks:{task}\n")
+    assert main(["plan", str(folder / "run.yaml"), "-n", "4", "--json", *keys]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["none", "tables"])
+def test_tables_that_are_shared_out_leave_a_rank_its_rows(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 23, 10, 3 and 9 rows of 4 float64 the first rank has 6, 3, 1 and 3; what is on disk is the same."""
+    plans = planned(tmp_path, capsys, "recommender", "--parallel.shard", given)["plans"]
+    whole, rows = [next(one for one in plans if one["plan"]["shard"] == shard) for shard in ("none", "tables")]
+    gone = (23 + 10 + 3 + 9 - 6 - 3 - 1 - 3) * 4 * 8
+    wanted = {"parameters": gone, "gradients": gone, "optimizer": 2 * gone, "averages": gone}
+    assert {name: whole[name] - rows[name] for name in wanted} == wanted
+    assert all(rows[name] == whole[name] for name in ("activations", "staging", "checkpoint"))
+    assert len([one for one in plans if one["plan"]["shard"] == "tables"]) == 1
+
+
+@pytest.mark.slow
+def test_lookups_are_counted(tmp_path: Path) -> None:
+    """Five of marked tables; each row that 8 samples need goes there and back, with its index."""
+    keys = ["--name", "a", "--train.steps", "1", "--train.global_batch", "8", "--data.shuffle", "none"]
+    found = weigh(load(None, [*keys, "--task", "tests.support.table_tasks:recommender"]), 1, 4)
+    visits = table_tasks.visits()
+    asked = [len(set(visits[name][:8].flatten().tolist())) for name in (*table_tasks.ROWS, "seen")]
+    assert found.tables is not None
+    assert found.tables.lookups == Sums(5 * 5 + 2, sum(asked) * (8 + 2 * 4 * 8) / 8)
+    assert found.exchanged - found.tables.exchanged == 4 * (23 + 10 + 3 + 9) * 4
+
+
+@pytest.mark.slow
+def test_tables_that_cannot_be_shared_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of a task that marks none only if it is to share some out."""
+    adafactor = planned(tmp_path, capsys, "recommender", "--task_args.optimizer", "adafactor")
+    assert "Adafactor looks at more than one element" in adafactor["not_possible"]["tables"]
+    assert {one["plan"]["shard"] for one in adafactor["plans"]} == {"none", "optimizer"}
+    assert "tables" not in planned(tmp_path, capsys, "unmarked")["not_possible"]
+    asked = planned(tmp_path, capsys, "unmarked", "--parallel.shard", "tables", code=64)
+    assert "marks no table by hpctrain.vocabulary" in asked["not_possible"]["tables"]
 
 
 def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

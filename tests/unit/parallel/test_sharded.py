@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,3 +64,20 @@ def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
     shares = share_out(plan([2], None, 0), [Weighed(2, 8)], 5)
     assert [(piece.begin, piece.end) for piece in shares.pieces] == [(0, 1), (1, 2)]
     assert len(shares.ranges) == 5
+
+
+class Looked(list[Weighed]):
+    """Counts how often one of them is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_rank_does_not_look_at_all_parameters() -> None:
+    """Of a hundred thousand ranks and a thousand parameters: minutes, else."""
+    weighed = Looked([Weighed(8, 64)] * 500)
+    share_out(plan([16] * 500, None, 0), weighed, 1000)
+    assert weighed.looks < 10 * (500 + 1000)

@@ -21,6 +21,7 @@ from hpctrain import UserError, columns, rows, vocabulary
 from hpctrain.comm.group import Group
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue
+from hpctrain.frameworks.named_state import plain_name
 from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.parallel.torch_probe import require_elementwise
 from hpctrain.parallel.torch_region import Region
@@ -92,11 +93,18 @@ def test_what_cannot_be_cut_is_refused_by_name(words: dict[str, Any], what: str)
     with pytest.raises(UserError, match=re.escape(what)):
         planned(Everything(), words, 2)
     assert planned(Everything(), words, 1) == []
-    tilings(Everything(), words)  # which is asked for one rank, too
+    tilings(Everything(), words, plain_name)  # which is asked for one rank, too
 
 
-def test_tiles_are_of_what_any_number_of_ranks_would_cut() -> None:
-    found = tilings(Gpt(), LAYERS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch.compile itself
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tiles_are_of_what_any_number_of_ranks_would_cut(compiled: bool) -> None:
+    """Also in blocks, and layers of them, that the task has compiled."""
+    model: Any = Gpt()
+    if compiled:
+        model.blocks[1] = torch.compile(model.blocks[1])
+        model.blocks[0].down = torch.compile(model.blocks[0].down)
+    found = tilings(model, LAYERS, plain_name)
     assert found["blocks.1.qkv.weight"] == found["blocks.1.qkv.bias"] == Tiling(0, parts=3)
     assert found["blocks.0.down.weight"] == Tiling(1) and "blocks.0.down.bias" not in found
     assert found["words.weight"] == Tiling(0), "of the first and the last layer"

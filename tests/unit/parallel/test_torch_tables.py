@@ -20,6 +20,7 @@ from hpctrain.config.loading import load
 from hpctrain.errors import UserError
 from hpctrain.parallel.torch_tables import Tables, cut_tables, tables_of
 from hpctrain.rank.trial import try_task
+from tests.support import table_tasks
 from tests.support.thread_groups import Messages, ThreadGroup, in_threads
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
@@ -241,6 +242,30 @@ def test_what_asks_for_the_weight_of_a_table_is_refused() -> None:
     assert model.b.weight is before[1] and next(model.parameters()) is before[0]
 
 
+PENALTIES: dict[str, Callable[[list[Tensor]], Any]] = {
+    "squares": lambda every: torch.stack([one.square().sum() for one in every]).sum(),
+    "norms": torch._foreach_norm,
+    "data": lambda every: [one.data.sum() for one in every],
+    "product": lambda every: torch.ones(2, 4) @ every[0],
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES.keys())
+def test_parameters_that_a_pass_computes_with_are_refused(penalty: Callable[[list[Tensor]], Any]) -> None:
+    """Each rank would add up its rows alone. Where a model's values are may be asked."""
+    model = Two("ab")
+    wanted = [(one.device, one.dtype, one.shape, one.requires_grad) for one in model.parameters()]
+    tables = cut_tables(model, tables_of(model, {"a": vocabulary}), Group("alone"), [])
+    with tables.passing():
+        model(torch.tensor([1])).backward()
+        found = list(model.parameters())
+        assert [(one.device, one.dtype, one.shape, one.requires_grad) for one in found] == wanted
+        assert all(isinstance(one, nn.Parameter) for one in found)
+        with pytest.raises(UserError, match=r"a\.weight is used, of which each rank has other rows"):
+            penalty(found)
+    assert penalty(list(model.parameters())) is not None
+
+
 def test_the_page_shows_a_task_whose_tables_can_be_shared_out(tmp_path: Path) -> None:
     *_, example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     (tmp_path / "task.py").write_text(example, encoding="utf-8")
@@ -282,3 +307,28 @@ def test_tables_that_cannot_be_cut(name: str, said: str) -> None:
     with pytest.raises(UserError) as refused:
         tables_of(Shared(), {name: vocabulary})
     assert said in refused.value.what
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_tables_gradient_are_refused(hook: str) -> None:
+    """Of a layer that is whole on each rank they are called as ever."""
+    model = Two("ab")
+    getattr(model.b.weight, hook)(lambda given: None)
+    with pytest.raises(UserError, match=r"b\.weight has hooks of its gradient"):
+        tables_of(model, {"?": vocabulary})
+    assert [one.name for one in tables_of(model, {"a": vocabulary})] == ["a"]
+
+
+TASKS = Path(table_tasks.__file__)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [("unmarked", "marks no table by hpctrain.vocabulary"), ("wrong", "no layer of the model is called tables.usres")],
+)
+def test_one_process_sees_that_tables_are_not_marked(task: str, said: str, tmp_path: Path) -> None:
+    """hpctrain doctor and hpctrain check try a task so."""
+    given = {"name": "a", "task": f"{TASKS}:{task}", "parallel": {"shard": "tables"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(given | {"train": {"steps": 1, "global_batch": 4}}))
+    with pytest.raises(UserError, match=re.escape(said)):
+        try_task(load(tmp_path / "run.yaml"))
