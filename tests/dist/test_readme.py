@@ -97,7 +97,7 @@ def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
         more = ["--steps", 12, "--rounds", 1, "--mode", "weak", "--reduce.kind", "mpi"] if words[0] == "bench" else []
         hpctrain(*words, *more, cwd=newcomer, timeout=250, warm="torch")
     plans = json.loads((newcomer / "runs/gpt/plans.json").read_text())["plans"]
-    assert len(plans) == 5 and all(one["step_s"] > 0 for one in plans)
+    assert len(plans) == 6 and all(one["step_s"] > 0 for one in plans)
     assert "tensor 2 x data 1" in (newcomer / "plans.svg").read_text()
     hpctrain("report", "runs/gpt", cwd=newcomer)
     assert "ms a step, expected" in (newcomer / "runs/gpt/report.html").read_text()
