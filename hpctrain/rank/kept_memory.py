@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from time import monotonic
 
 from hpctrain.system import heap
 from hpctrain.system.heap import Usage
@@ -34,6 +35,7 @@ class KeptMemory(BaseHook):
         self.looks = not heap.is_given(os.environ)
         self.steps = 0
         self.last: Usage | None = None
+        self.next_look = 0.0
         self.found = 0
 
     def before_fit(self, training: Training) -> None:
@@ -42,11 +44,10 @@ class KeptMemory(BaseHook):
 
     def after_step(self, training: Training, result: StepResult) -> None:
         self.steps += 1
-        if not self.looks or self.steps < FIRST_STEP:
+        if not self.looks or self.steps < FIRST_STEP or monotonic() < self.next_look:
             return
         now = Usage.now()
-        if self.last is not None and now.seconds - self.last.seconds < LOOK_S:
-            return
+        self.next_look = now.seconds + LOOK_S
         share = None if self.last is None else heap.kernel_share(self.last, now)
         self.last = now
         self.found = 0 if share is None else self.found + 1

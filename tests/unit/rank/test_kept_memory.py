@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.comm.world import alone
+from hpctrain.rank import kept_memory
 from hpctrain.rank.kept_memory import KeptMemory
 from hpctrain.system import heap
 from hpctrain.system.heap import Usage
@@ -31,6 +32,7 @@ def says(monkeypatch: pytest.MonkeyPatch, shares: list[float], left: int = PEAK,
         kernel_s += share
         now = Usage(second, kernel_s, 100_000 * second, PEAK)
         monkeypatch.setattr(Usage, "now", lambda now=now: now)
+        monkeypatch.setattr(kept_memory, "monotonic", lambda now=now: now.seconds)
         trainer.state.step += 1
         hook.after_step(trainer, None)
     return said
